@@ -1,0 +1,64 @@
+"""Every error that xinfer raises on purpose.
+
+The tree::
+
+    XinferError
+    +-- RequestError            a prompt, sampling value or argument that cannot be used
+    |   +-- ContextLengthError  the prompt does not fit into the context
+    +-- ModelNotFoundError      no such folder, or the hub could not give it
+    +-- CheckpointError         the checkpoint on disk cannot be used
+    |   +-- ConfigError         config.json or generation_config.json
+    |   +-- WeightsError        the tensors: missing, surplus, misshapen, truncated, pickled
+    |   +-- TokenizerError      tokenizer.json or tokenizer_config.json
+    |   +-- ChatTemplateError   the chat template: absent, broken, or refusing the messages
+    +-- NumericalError          NaN or Inf where a number was expected
+    +-- DeviceError             no such device, or it cannot be used
+
+A message says what was found, what was expected, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class XinferError(Exception):
+    """Base of every error that xinfer raises on purpose."""
+
+
+class RequestError(XinferError):
+    """A prompt, sampling value or argument that cannot be used."""
+
+
+class ContextLengthError(RequestError):
+    """The prompt does not fit into the context."""
+
+
+class ModelNotFoundError(XinferError):
+    """No such model folder, or the hub could not give it."""
+
+
+class CheckpointError(XinferError):
+    """A checkpoint on disk that cannot be used."""
+
+
+class ConfigError(CheckpointError):
+    """A config.json or generation_config.json that is broken or asks for something unsupported."""
+
+
+class WeightsError(CheckpointError):
+    """Tensors that are missing, surplus, misshapen, truncated or in a refused format."""
+
+
+class TokenizerError(CheckpointError):
+    """A tokenizer.json or tokenizer_config.json that cannot be used."""
+
+
+class ChatTemplateError(CheckpointError):
+    """A chat template that is absent or broken, or that refuses the messages given to it."""
+
+
+class NumericalError(XinferError):
+    """NaN or Inf where a number was expected."""
+
+
+class DeviceError(XinferError):
+    """A device that does not exist or cannot be used."""

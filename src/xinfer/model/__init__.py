@@ -1,0 +1,1 @@
+"""What a Qwen2 is: names, configuration, weights and the NumPy reference. Knows no GPU API."""
