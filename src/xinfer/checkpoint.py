@@ -65,7 +65,7 @@ class Checkpoint:
         return self.chat_template
 
     def settings(self, params: SamplingParams | None = None, **overrides: Any) -> Settings:
-        """What a request with these values runs with, and where each comes from; a seed is drawn where none is given."""
+        """What a request with these values runs with, and where each comes from; draws a seed where none is given."""
         known = [field.name for field in dataclasses.fields(SamplingParams)]
         unknown = sorted(set(overrides) - set(known))
         if unknown:
@@ -81,13 +81,12 @@ class Checkpoint:
             stop_ids=settings.stop_ids | {token for token in special if token is not None},
         )
 
-    def check_context(self, context: int | None) -> int:
-        """The context to use, in tokens: as asked for, or all that the model was trained for."""
-        limit = self.config.max_context
-        if context is None:
-            return limit
-        if not 2 <= context <= limit:
-            raise RequestError(
-                f"a context of {context:,} tokens; expected 2 to {limit:,}, what this model was trained for"
-            )
-        return context
+
+def check_context(context: int | None, config: Qwen2Config) -> int:
+    """The context to use, in tokens: as asked for, or all that the model was trained for."""
+    limit = config.max_context
+    if context is None:
+        return limit
+    if not 2 <= context <= limit:
+        raise RequestError(f"a context of {context:,} tokens; expected 2 to {limit:,}, what this model was trained for")
+    return context

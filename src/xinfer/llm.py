@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from xinfer.checkpoint import Checkpoint, Message
+from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_prompt
 from xinfer.errors import DeviceError
 from xinfer.model.reference import ReferenceCache, ReferenceModel
@@ -129,7 +129,7 @@ class LLM:
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = Checkpoint(model)
-        self.context = self.checkpoint.check_context(context)
+        self.context = check_context(context, self.checkpoint.config)
         self._progress = progress
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
