@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from xinfer.sampling import Sampled
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class _Group(TyperGroup):
@@ -324,10 +327,7 @@ def _print_stream(stream: Stream) -> None:
 
 def _visible(text: str) -> str:
     """Control characters made harmless: a model must not be able to steer the user's terminal."""
-    return "".join(
-        c if c in "\n\t" or (c >= " " and c != "\x7f" and not "\x80" <= c <= "\x9f") else "\N{REPLACEMENT CHARACTER}"
-        for c in text
-    )
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _statistics(completion: Completion) -> str:

@@ -74,6 +74,7 @@ def render_inspection(report: dict[str, Any]) -> str:
     """`inspect_model`'s report for people."""
     config = report["config"]
     heads = f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} KV heads of {config['head_dim']}"
+    yarn = f", YaRN x{config['yarn']['factor']:g}" if config["yarn"] else ""
     sliding = sum(window is not None for window in config["layer_windows"])
     ram, vram = report["memory"]["ram"], report["memory"]["vram"]
     rows = [
@@ -84,7 +85,7 @@ def render_inspection(report: dict[str, Any]) -> str:
         ("vocabulary", f"{config['vocab_size']:,}" + (" (tied head)" if config["tie_word_embeddings"] else "")),
         (
             "RoPE",
-            f"theta {config['rope_theta']:,.0f}" + (f", YaRN x{config['yarn']['factor']:g}" if config["yarn"] else ""),
+            f"theta {config['rope_theta']:,.0f}{yarn}",
         ),
         ("parameters", f"{report['parameters']:,} in {report['tensors']:,} tensors"),
         ("bytes", ", ".join(f"{_size(n)} {dtype}" for dtype, n in report["bytes_by_dtype"].items())),
