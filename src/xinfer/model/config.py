@@ -226,6 +226,14 @@ class Qwen2Config:
         """Query heads that share one KV head."""
         return self.num_attention_heads // self.num_key_value_heads
 
+    @property
+    def max_context(self) -> int:
+        """Positions that the model is good for: YaRN configs often leave max_position_embeddings at the original's."""
+        if self.yarn is None:
+            return self.max_position_embeddings
+        stretched = int(self.yarn.factor * self.yarn.original_max_position_embeddings)
+        return min(max(self.max_position_embeddings, stretched), _MAX_POSITIONS)
+
     def num_parameters(self) -> int:
         """Weights of the network; a tied LM head is counted once."""
         attention = 2 * self.hidden_size * (self.q_size + self.kv_size) + self.q_size + 2 * self.kv_size
