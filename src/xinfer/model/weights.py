@@ -134,6 +134,15 @@ class ModelWeights:
         self.read_into(name, array.reshape(-1).view(np.uint8).data)
         return array
 
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows start to stop of the matrix called `name`, (stop - start, columns), so that a table need not be whole."""
+        info = self.tensors[name]
+        assert 0 <= start <= stop <= info.shape[0], (start, stop, info)
+        array = np.empty((stop - start, *info.shape[1:]), _numpy_dtype(info.dtype))
+        offset = info.offset + start * (info.nbytes // info.shape[0])
+        self._files[info.file].read_into(offset, memoryview(array.reshape(-1).view(np.uint8)))
+        return array
+
     def read_into(self, name: str, buffer: memoryview) -> None:
         """Fill `buffer`, which is as long as the tensor, with the stored bytes of the tensor called `name`."""
         info = self.tensors[name]
