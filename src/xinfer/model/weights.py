@@ -135,12 +135,12 @@ class ModelWeights:
         return array
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
-        """Rows start to stop of the matrix called `name`, (stop - start, columns), so that a table need not be whole."""
+        """Rows start to stop of the matrix called `name`, (stop - start, columns): a table need not be read whole."""
         info = self.tensors[name]
         assert 0 <= start <= stop <= info.shape[0], (start, stop, info)
         array = np.empty((stop - start, *info.shape[1:]), _numpy_dtype(info.dtype))
         offset = info.offset + start * (info.nbytes // info.shape[0])
-        self._files[info.file].read_into(offset, memoryview(array.reshape(-1).view(np.uint8)))
+        self._files[info.file].read_into(offset, array.reshape(-1).view(np.uint8).data)
         return array
 
     def read_into(self, name: str, buffer: memoryview) -> None:
