@@ -1,0 +1,52 @@
+# Everything here works on a fresh Debian or Ubuntu, again and again. `make help` lists the targets.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+READY  := $(VENV)/.ready
+TORCH  := $(VENV)/.compare
+
+# One thread for each core that this process may use; more only gets in its own way.
+export OPENBLAS_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check compare soak clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(READY)  ## make the virtual environment (the other targets do it by themselves)
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Python {v[0]}.{v[1]} found; expected 3.11 or newer: make PYTHON=python3.12 ...")'
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) \
+	  || { rm -rf $(VENV); ./scripts/apt-install python3-venv && $(PYTHON) -m venv $(VENV); }
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(READY)  ## continue a line of Shakespeare with the bundled model
+	@echo 'xinfer generate "ROMEO." --max-tokens 120 --seed 7'
+	@echo
+	@$(VENV)/bin/xinfer generate "ROMEO." --max-tokens 120 --seed 7
+
+test: $(READY)  ## the whole test suite, but for what needs torch (compare) or long (soak)
+	$(PY) -m pytest -m 'not soak'
+
+check: $(READY)  ## format, lint, types and unit tests
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(PY) -m pytest -q tests/unit -m 'not soak and not transformers'
+
+compare: $(TORCH)  ## compare with transformers, tiktoken and llama's weights (installs torch)
+	$(PY) -m pytest -m transformers
+
+$(TORCH): $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check 'torch>=2.6,<=2.13.0' -e '.[compare]'
+	@touch $@
+
+soak: $(READY)  ## what takes long: whole fuzzing and endurance counts
+	$(PY) -m pytest -m soak
+
+clean:  ## remove what was made here
+	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,92 @@
+"""A model folder without its weights: configuration, tokenizer, chat template, and the settings of a request."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xinfer import hub
+from xinfer.chat import ChatTemplate
+from xinfer.errors import ChatTemplateError, RequestError
+from xinfer.model.config import GenerationConfig, Qwen2Config
+from xinfer.sampling import SamplingParams
+from xinfer.settings import Settings, resolve_settings
+from xinfer.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class Checkpoint:
+    """What a model folder says about text. Opening one reads no weights.
+
+    Args:
+        model: a folder in Hugging Face form, a hub name, or None for the bundled demo model.
+    """
+
+    def __init__(self, model: str | Path | None = None) -> None:
+        self.folder = hub.resolve(model)
+        self.config = Qwen2Config.from_json(self.folder / "config.json")
+        self.generation_config = GenerationConfig.from_folder(self.folder)
+        self.tokenizer = Tokenizer.from_folder(self.folder)
+        self.tokenizer.check_vocab_size(self.config.vocab_size)
+        self.chat_template = ChatTemplate.from_folder(self.folder, special_tokens=self.tokenizer.special_tokens)
+
+    def encode(self, prompt: str | Sequence[int]) -> list[int]:
+        """The ids of a prompt: text with the tokenizer's own special tokens, or ids, checked and used as they are."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        ids = [int(token) for token in prompt]
+        bad = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} in the prompt; expected 0 to {self.config.vocab_size - 1}")
+        return ids
+
+    def encode_chat(self, messages: str | Sequence[Message], *, tools: Sequence[Message] | None = None) -> list[int]:
+        """The ids of a rendered conversation, up to where the assistant is to answer."""
+        text = self.render_chat(messages, tools=tools)
+        return self.tokenizer.encode(text, add_special_tokens=False)  # the template has written them
+
+    def render_chat(self, messages: str | Sequence[Message], *, tools: Sequence[Message] | None = None) -> str:
+        """A conversation as the checkpoint's own template writes it; a string is one user message."""
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return self.require_chat_template().render(messages, tools=tools, add_generation_prompt=True)
+
+    def require_chat_template(self) -> ChatTemplate:
+        """The chat template, or an error that says what to do without one."""
+        if self.chat_template is None:
+            raise ChatTemplateError(
+                f"{self.folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+                "use generate with a plain prompt, or a checkpoint made for chat"
+            )
+        return self.chat_template
+
+    def settings(self, params: SamplingParams | None = None, **overrides: Any) -> Settings:
+        """What a request with these values runs with, and where each comes from; draws a seed where none is given."""
+        known = [field.name for field in dataclasses.fields(SamplingParams)]
+        unknown = sorted(set(overrides) - set(known))
+        if unknown:
+            raise RequestError(f"unknown sampling values {', '.join(unknown)}; expected some of: {', '.join(known)}")
+        params = dataclasses.replace(params or SamplingParams(), **overrides)
+        settings = resolve_settings(params, self.generation_config, self.config)
+        # A stop string that is a special token never shows up as text: stop at its id.
+        special = {self.tokenizer.special_id(text) for text in params.stop} - {None}
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return dataclasses.replace(
+            settings,
+            params=dataclasses.replace(settings.params, seed=seed),
+            stop_ids=settings.stop_ids | {token for token in special if token is not None},
+        )
+
+
+def check_context(context: int | None, config: Qwen2Config) -> int:
+    """The context to use, in tokens: as asked for, or all that the model was trained for."""
+    limit = config.max_context
+    if context is None:
+        return limit
+    if not 2 <= context <= limit:
+        raise RequestError(f"a context of {context:,} tokens; expected 2 to {limit:,}, what this model was trained for")
+    return context

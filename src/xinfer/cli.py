@@ -1,0 +1,417 @@
+"""The command line: `xinfer generate`, `chat`, `inspect`, `explain`, `logits`, `synth`.
+
+Text goes to stdout; progress, statistics and warnings go to stderr. A command imports what costs time to import when it
+runs, so that `xinfer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from xinfer._version import __version__
+from xinfer.errors import ContextLengthError, RequestError, XinferError
+
+if TYPE_CHECKING:
+    from xinfer.llm import LLM, Completion, Conversation, Progress, Stream
+    from xinfer.sampling import Sampled
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class _Group(TyperGroup):
+    """Turns whatever goes wrong in a command into one message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except XinferError as error:
+            _fail(type(error).__name__, str(error))
+        except KeyboardInterrupt:
+            _say("\ninterrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            # Whoever read our output has left, as `head` does. Python would complain again when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except MemoryError:
+            _fail("MemoryError", "out of memory; try a smaller --context, or close other programs")
+        except OSError as error:
+            _fail("OSError", str(error))
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    help="Run Qwen2-family language models, and check the answers on your own machine.\n\n"
+    "Start with [bold]xinfer generate 'To be, or not'[/bold]: it needs no download, a small demo model is included.",
+    epilog="A model is a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Folder or hub name; 'demo' is the bundled model.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Folder or hub name; the demo model by default.")]
+Device = Annotated[str, typer.Option(help="auto or cpu.")]
+Context = Annotated[int | None, typer.Option(min=2, help="Most tokens, prompt and answer. [default: the model's]")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy. [default: the checkpoint's]")]
+TopK = Annotated[int | None, typer.Option(help="Keep the K likeliest tokens; 0 keeps all. [default: the checkpoint's]")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest up to this mass. [default: the checkpoint's]")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: less of what the text already has.")]
+Seed = Annotated[int | None, typer.Option(help="Same seed, same text. [default: drawn, and reported]")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"xinfer {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def generate(
+    ctx: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; read from stdin when absent.")] = None,
+    *,
+    model: Model = "demo",
+    device: Device = "auto",
+    context: Context = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's stop tokens.")] = False,
+    logprobs: Annotated[int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Continue a text: the answer streams to stdout, statistics go to stderr.
+
+    xinfer generate "ROMEO." --max-tokens 80 --seed 1
+    """
+    text = _read_stdin() if prompt is None else prompt
+    with _load(model, device, context) as llm:
+        stream = llm.stream(text, **_sampling(ctx))
+        if as_json:
+            for _ in stream:
+                pass
+            _print_json(_completion_json(stream.completion))
+        else:
+            _print_stream(stream)
+
+
+@app.command()
+def chat(
+    ctx: typer.Context,
+    *,
+    model: Model = "demo",
+    device: Device = "auto",
+    context: Context = None,
+    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. [default: no limit]")] = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk with a model. /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program."""
+    with _load(model, device, context) as llm:
+        conversation = llm.conversation(system=system)
+        if sys.stdin.isatty():
+            _say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+        for line in _lines():
+            if line == "/exit":
+                return
+            if line == "/reset":
+                conversation.reset()
+                _say("(a new conversation)")
+            elif line.startswith("/"):
+                _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
+            elif line:
+                _answer(conversation, line, _sampling(ctx))
+
+
+def _sampling(ctx: typer.Context) -> dict[str, Any]:
+    """The sampling options of a command, under `SamplingParams`' names."""
+    from xinfer.sampling import SamplingParams
+
+    return {name: value for name, value in ctx.params.items() if name in SamplingParams.__dataclass_fields__}
+
+
+def _answer(conversation: Conversation, text: str, values: dict[str, Any]) -> None:
+    try:
+        _print_stream(conversation.send(text, **values))
+    except KeyboardInterrupt:
+        _say("(stopped)")
+    except ContextLengthError as error:
+        _say(f"error: {error}; or /reset")
+    except RequestError as error:
+        _say(f"error: {error}")
+
+
+@app.command()
+def inspect(
+    model: ModelArgument = "demo",
+    *,
+    context: Context = None,
+    as_json: Json = False,
+) -> None:
+    """Show a checkpoint's configuration, its parameters and bytes, and the memory that it will need."""
+    from xinfer.inspection import inspect_model, render_inspection
+
+    report = inspect_model(_resolve(model), context=context)
+    _print_json(report) if as_json else typer.echo(render_inspection(report))
+
+
+@app.command()
+def explain(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] MESSAGES",
+            help="MESSAGES: a user message, a JSON list of messages, an object with messages and tools, "
+            "a .json file that holds either, or - for stdin.",
+        ),
+    ],
+    *,
+    as_json: Json = False,
+) -> None:
+    """Show what the model is really given: rendered prompt, ids, stop ids, each sampling value and its source.
+
+    xinfer explain demo '[{"role": "user", "content": "Who goes there?"}]'
+    """
+    from xinfer.inspection import explain_messages, render_explanation
+
+    if len(arguments) > 2:
+        raise typer.BadParameter(f"expected [MODEL] MESSAGES, found {len(arguments)} arguments; quote the messages")
+    model, text = arguments if len(arguments) == 2 else ("demo", arguments[0])
+    report = explain_messages(model, *_read_messages(text))
+    _print_json(report) if as_json else typer.echo(render_explanation(report))
+
+
+@app.command()
+def logits(
+    *,
+    tokens: Annotated[str, typer.Option(help="Token ids, separated by commas: 1,2,3.")],
+    out: Annotated[Path, typer.Option(help="File to write: .npy, float32, tokens x vocabulary.")],
+    model: Model = "demo",
+    device: Device = "auto",
+) -> None:
+    """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer."""
+    import numpy as np
+
+    from xinfer.llm import load_model
+
+    try:
+        ids = np.array([int(token) for token in tokens.split(",")], dtype=np.int64)
+    except (ValueError, OverflowError):
+        raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
+    if out.suffix != ".npy":
+        raise RequestError(f"--out {out}; expected a name that ends in .npy")
+    with _progress_bars() as progress, load_model(_resolve(model), device=device, progress=progress) as loaded:
+        values = loaded.forward(ids)  # (T, vocab_size)
+    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            np.save(file, values)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    _say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}")
+
+
+def _resolve(model: str) -> Path:
+    from xinfer.hub import resolve
+
+    return resolve(model)
+
+
+@contextmanager
+def _load(model: str, device: str, context: int | None) -> Iterator[LLM]:
+    from xinfer.llm import LLM
+
+    with _progress_bars() as progress, LLM(model, device=device, context=context, progress=progress) as llm:
+        yield llm
+
+
+@contextmanager
+def _progress_bars() -> Iterator[Progress | None]:
+    """Bars on stderr, a stage each, for what takes longer than a second; none where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from xinfer.progress import Bars
+
+    with Bars() as bars:
+        yield bars.update
+
+
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        _say("type the prompt, then Ctrl-D")
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 (byte {error.start}); expected UTF-8 text") from None
+
+
+def _lines() -> Iterator[str]:
+    """Lines the user types, until the end of input. Ctrl-C at the prompt gives up the line."""
+    interactive = sys.stdin.isatty()
+    with _line_editing() if interactive else nullcontext():
+        while True:
+            try:
+                line = input("> " if interactive else "")
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                _say("\n(Ctrl-D or /exit leaves)")
+                continue
+            except UnicodeDecodeError:
+                _say("error: the line is not UTF-8 text")
+                continue
+            yield line.strip()
+
+
+@contextmanager
+def _line_editing() -> Iterator[None]:
+    with suppress(ImportError):  # Windows has none: its console edits lines itself
+        import readline  # noqa: F401  # input() uses it from here on: arrow keys and history
+    yield
+
+
+def _print_stream(stream: Stream) -> None:
+    """Print an answer as it comes; statistics when it ends, also when Ctrl-C ends it."""
+    terminal = sys.stdout.isatty()
+    last = "\n"
+    try:
+        for chunk in stream:
+            text = _visible(chunk.text) if terminal else chunk.text
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            last = text[-1:] or last
+    finally:
+        if last != "\n":
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        if stream.completion.token_ids:
+            _say(_statistics(stream.completion))
+
+
+def _visible(text: str) -> str:
+    """Control characters made harmless: a model must not be able to steer the user's terminal."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _statistics(completion: Completion) -> str:
+    stats = completion.stats
+    cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
+    return (
+        f"[{stats.device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
+        f"{stats.prefill_tokens_per_second:,.0f} tok/s, answer {stats.generated_tokens:,} tokens "
+        f"{stats.decode_tokens_per_second:,.1f} tok/s, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
+    )
+
+
+def _completion_json(completion: Completion) -> dict[str, Any]:
+    stats = completion.stats
+    result = {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "prompt_token_ids": list(completion.prompt_token_ids),
+        "finish_reason": completion.finish_reason,
+        "stats": {
+            **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
+            "prefill_tokens_per_second": stats.prefill_tokens_per_second,
+            "decode_tokens_per_second": stats.decode_tokens_per_second,
+        },
+    }
+    if completion.sampled and completion.sampled[0].logprob is not None:
+        result["logprobs"] = [_logprobs_json(sampled) for sampled in completion.sampled]
+    return result
+
+
+def _logprobs_json(sampled: Sampled) -> dict[str, Any]:
+    return {
+        "token_id": sampled.token,
+        "logprob": sampled.logprob,
+        "top": [{"token_id": token, "logprob": logprob} for token, logprob in sampled.top],
+    }
+
+
+def _read_messages(text: str) -> tuple[Any, Any]:
+    """Messages and tools from an argument: a user message, JSON, a .json file, or - for stdin."""
+    if text == "-":
+        text = _read_stdin()
+    elif text.endswith(".json"):
+        try:
+            text = Path(text).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise RequestError(f"cannot read the messages: {error}; expected a JSON file") from None
+    if not text.lstrip().startswith(("[", "{")):
+        return text, None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the messages are not JSON: {error}") from None
+    if isinstance(value, list):
+        return value, None
+    unknown = set(value) - {"messages", "tools"}
+    if unknown or "messages" not in value:
+        raise RequestError(f"found keys {sorted(value)}; expected messages, and tools if there are any")
+    return value["messages"], value.get("tools")
+
+
+def _print_json(value: object) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _fail(kind: str, message: str) -> None:
+    if "--json" in sys.argv:
+        _print_json({"error": {"type": kind, "message": message}})
+    _say(f"error: {message}")
+    raise typer.Exit(1) from None
+
+
+def _configure_streams(streams: Iterable[Any]) -> None:
+    """Never fail to print: what a narrow encoding cannot show is escaped."""
+    for stream in streams:
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def main() -> None:
+    """The `xinfer` command."""
+    _configure_streams((sys.stdout, sys.stderr))
+    app()

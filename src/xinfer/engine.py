@@ -1,0 +1,202 @@
+"""Prefill and decode: token ids in, token ids out.
+
+The engine knows no text and no device. It asks a `Model` for logits and a `Sampler` for the next id, and
+keeps in step with the KV cache.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xinfer.errors import ContextLengthError, RequestError
+from xinfer.sampling import Sampled, Sampler
+
+FinishReason = Literal["stop", "length", "context"]
+
+PREFILL_CHUNK = 512  # tokens a forward: bounds the activations, and lets Ctrl-C and the progress bar in between
+
+
+class Cache(Protocol):
+    """The keys and values of one sequence, as the engine sees them."""
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are held."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that it can hold."""
+
+    def truncate(self, length: int) -> None:
+        """Forget everything from position `length` on."""
+
+
+C = TypeVar("C", bound=Cache)
+
+
+class Model(Protocol[C]):
+    """What the engine needs from a model, whatever it runs on."""
+
+    def make_cache(self, capacity: int) -> C:
+        """An empty cache for `capacity` tokens."""
+
+    def forward(self, tokens: NDArray[np.int64], cache: C, *, last_only: bool = False) -> NDArray[np.float32]:
+        """Append `tokens` (T,) to the cache; logits (T, vocab_size), or (1, vocab_size) for the last one only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One generated token."""
+
+    sampled: Sampled
+    finish_reason: FinishReason | None
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where the time of one generation went, in seconds, and how many tokens each part handled."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+class Engine(Generic[C]):
+    """One model and the lock that lets several threads take turns on it, a forward at a time."""
+
+    def __init__(self, model: Model[C], *, context: int) -> None:
+        self.model = model
+        self.context = context  # the most tokens, prompt and answer together, of one sequence
+        self._lock = threading.Lock()
+
+    def session(self) -> Session[C]:
+        """A sequence of its own, with an empty KV cache."""
+        return Session(self)
+
+    def forward(self, tokens: Sequence[int], cache: C) -> NDArray[np.float32]:
+        """The logits (vocab_size,) after the last of `tokens`."""
+        with self._lock:
+            return self.model.forward(np.asarray(tokens, dtype=np.int64), cache, last_only=True)[0]
+
+
+class Session(Generic[C]):
+    """One sequence: the ids whose keys and values are in its cache, kept from one call to the next.
+
+    Not for two threads at once; make a session for each.
+    """
+
+    def __init__(self, engine: Engine[C]) -> None:
+        self._engine = engine
+        self._cache = engine.model.make_cache(engine.context)
+        self._ids: list[int] = []
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The ids in the cache."""
+        return tuple(self._ids)
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._truncate(0)
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        *,
+        max_tokens: int | None = None,
+        stop_ids: Collection[int] = (),
+        timing: Timing | None = None,
+        on_prefill: Callable[[int, int], None] | None = None,
+    ) -> Iterator[Step]:
+        """Continue `prompt_ids`, one `Step` a token, until a stop id, `max_tokens` or the context's end.
+
+        What the cache already holds of the prompt is not computed again. The iterator may be dropped at any token.
+
+        Raises:
+            RequestError: the prompt is empty.
+            ContextLengthError: the prompt leaves no room for an answer.
+            NumericalError: the logits of a step are not finite.
+        """
+        check_prompt(prompt_ids, self._engine.context)
+        timing = timing if timing is not None else Timing()
+        timing.prompt_tokens = len(prompt_ids)
+        started = time.perf_counter()
+        logits = self._prefill(prompt_ids, timing, on_prefill)
+        timing.prefill_seconds = time.perf_counter() - started
+        room = self._engine.context - len(prompt_ids)
+        limit = room if max_tokens is None else min(room, max_tokens)
+        for n in range(1, limit + 1):
+            started = time.perf_counter()
+            sampled = sampler.sample(logits, position=len(prompt_ids) + n - 1)
+            reason: FinishReason | None = None
+            if sampled.token in stop_ids:
+                reason = "stop"
+            elif n == max_tokens:
+                reason = "length"
+            elif n == room:
+                reason = "context"
+            timing.generated_tokens = n
+            timing.decode_seconds += time.perf_counter() - started
+            yield Step(sampled, reason)
+            if reason is not None:
+                return
+            started = time.perf_counter()
+            logits = self._append([sampled.token])
+            timing.decode_seconds += time.perf_counter() - started
+
+    def _prefill(
+        self, prompt_ids: Sequence[int], timing: Timing, on_prefill: Callable[[int, int], None] | None
+    ) -> NDArray[np.float32]:
+        # The last token is always computed: its logits are what the caller wants.
+        reused = min(_common_prefix(self._ids, prompt_ids), len(prompt_ids) - 1)
+        self._truncate(reused)
+        timing.cached_tokens = reused
+        logits = np.empty(0, np.float32)
+        for start in range(reused, len(prompt_ids), PREFILL_CHUNK):
+            chunk = prompt_ids[start : start + PREFILL_CHUNK]
+            logits = self._append(chunk)  # (vocab_size,)
+            if on_prefill is not None:
+                on_prefill(start + len(chunk) - reused, len(prompt_ids) - reused)
+        return logits
+
+    def _append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        try:
+            logits = self._engine.forward(tokens, self._cache)
+        except BaseException:
+            # Ctrl-C or an error may have left the cache half written: keep only what is known to be whole.
+            self._truncate(min(len(self._ids), self._cache.length))
+            raise
+        self._ids.extend(tokens)
+        return logits
+
+    def _truncate(self, length: int) -> None:
+        self._cache.truncate(length)
+        del self._ids[length:]
+
+
+def check_prompt(prompt_ids: Sequence[int], context: int) -> None:
+    """Refuse a prompt that cannot be answered within `context` tokens."""
+    if not prompt_ids:
+        raise RequestError("the prompt has no tokens; expected at least one: give some text")
+    if len(prompt_ids) >= context:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt_ids):,} tokens and the context holds {context:,}, the answer included; "
+            "shorten the prompt or ask for a larger context (--context)"
+        )
+
+
+def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    for n, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return n
+    return min(len(left), len(right))

@@ -1,0 +1,159 @@
+"""What `xinfer inspect` and `xinfer explain` report, as plain data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from xinfer.checkpoint import Checkpoint, Message, check_context
+from xinfer.model.config import Qwen2Config
+from xinfer.model.weights import ModelWeights
+
+PREFILL_ROWS = 512  # activation rows that a prefill works on at a time
+
+
+def inspect_model(folder: Path, *, context: int | None = None) -> dict[str, Any]:
+    """The configuration, size and memory needs of a checkpoint. Reads headers, not weights.
+
+    Raises:
+        CheckpointError: what `generate` would refuse is refused here too.
+    """
+    with ModelWeights.open(folder) as weights:
+        config = weights.config
+        tokens = check_context(context, config)
+        return {
+            "model": str(folder),
+            "config": dataclasses.asdict(config),
+            "parameters": config.num_parameters(),
+            "tensors": len(weights.tensors),
+            "bytes": weights.nbytes,
+            "bytes_by_dtype": weights.bytes_by_dtype(),
+            "context": tokens,
+            "memory": memory_needs(config, tokens),
+        }
+
+
+def memory_needs(config: Qwen2Config, context: int) -> dict[str, dict[str, int]]:
+    """Bytes that running a model takes: in RAM on the CPU reference (float32), in VRAM on a GPU (16-bit weights).
+
+    Weights, a full KV cache at `context`, and the activations of one prefill step.
+    """
+    parameters = config.num_parameters()
+    matrix = parameters - _vector_parameters(config)
+    cached = 2 * config.num_hidden_layers * config.kv_size * context  # numbers in keys and values
+    activations = 4 * min(PREFILL_ROWS, context) * (3 * config.hidden_size + 3 * config.intermediate_size)
+    activations += 4 * config.vocab_size  # one row of logits
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    layer = (parameters - embeddings - config.hidden_size) // config.num_hidden_layers
+    return {
+        "ram": {
+            "weights": 4 * parameters,
+            "weights_layer_by_layer": 4 * layer + 2 * embeddings,
+            "kv_cache": 4 * cached,
+            "activations": activations,
+            "total": 4 * parameters + 4 * cached + activations,
+        },
+        "vram": {
+            "weights": 2 * matrix + 4 * (parameters - matrix),
+            "kv_cache": 2 * cached,
+            "activations": activations,
+            "total": 2 * matrix + 4 * (parameters - matrix) + 2 * cached + activations,
+        },
+    }
+
+
+def _vector_parameters(config: Qwen2Config) -> int:
+    """Biases and norms: the parameters that stay float32 on a GPU."""
+    layer = config.q_size + 2 * config.kv_size + 2 * config.hidden_size
+    return config.num_hidden_layers * layer + config.hidden_size
+
+
+def render_inspection(report: dict[str, Any]) -> str:
+    """`inspect_model`'s report for people."""
+    config = report["config"]
+    heads = f"{config['num_attention_heads']} heads, {config['num_key_value_heads']} KV heads of {config['head_dim']}"
+    yarn = f", YaRN x{config['yarn']['factor']:g}" if config["yarn"] else ""
+    sliding = sum(window is not None for window in config["layer_windows"])
+    ram, vram = report["memory"]["ram"], report["memory"]["vram"]
+    rows = [
+        ("model", report["model"]),
+        ("layers", f"{config['num_hidden_layers']}" + (f" ({sliding} with a sliding window)" if sliding else "")),
+        ("hidden / intermediate", f"{config['hidden_size']:,} / {config['intermediate_size']:,}"),
+        ("attention", heads),
+        ("vocabulary", f"{config['vocab_size']:,}" + (" (tied head)" if config["tie_word_embeddings"] else "")),
+        (
+            "RoPE",
+            f"theta {config['rope_theta']:,.0f}{yarn}",
+        ),
+        ("parameters", f"{report['parameters']:,} in {report['tensors']:,} tensors"),
+        ("bytes", ", ".join(f"{_size(n)} {dtype}" for dtype, n in report["bytes_by_dtype"].items())),
+        ("context", f"{report['context']:,} tokens"),
+        ("RAM on the CPU", _needs(ram) + f" (layer by layer: weights {_size(ram['weights_layer_by_layer'])})"),
+        ("VRAM on a GPU", _needs(vram)),
+    ]
+    return _table(rows)
+
+
+def _needs(part: dict[str, int]) -> str:
+    return f"{_size(part['total'])}: weights {_size(part['weights'])}, KV cache {_size(part['kv_cache'])}"
+
+
+def explain_messages(
+    model: str | Path | None, messages: str | Sequence[Message], tools: Sequence[Message] | None = None
+) -> dict[str, Any]:
+    """What the model is given for a conversation: text, ids, where it stops, how it samples, and who says so."""
+    checkpoint = Checkpoint(model)
+    prompt = checkpoint.render_chat(messages, tools=tools)
+    ids = checkpoint.tokenizer.encode(prompt, add_special_tokens=False)
+    sources = checkpoint.settings().sources
+    stop_ids = sources.pop("stop_ids")
+    return {
+        "model": str(checkpoint.folder),
+        "chat_template": checkpoint.require_chat_template().source,
+        "prompt": prompt,
+        "token_ids": ids,
+        "tokens": [checkpoint.tokenizer.token(token) for token in ids],
+        "stop_ids": [{"id": token, "token": checkpoint.tokenizer.token(token)} for token in stop_ids.value],
+        "stop_ids_source": stop_ids.source,
+        "sampling": {name: {"value": setting.value, "source": setting.source} for name, setting in sources.items()},
+    }
+
+
+def render_explanation(report: dict[str, Any]) -> str:
+    """`explain_messages`' report for people."""
+    stops = ", ".join(f"{stop['id']} {stop['token']}" for stop in report["stop_ids"]) or "none"
+    sampling = [
+        (name, f"{setting['value'] if setting['value'] not in (None, (), {}) else '-'}  ({setting['source']})")
+        for name, setting in report["sampling"].items()
+    ]
+    return "\n".join(
+        (
+            f"prompt, by {report['chat_template']}:",
+            report["prompt"],
+            "",
+            f"{len(report['token_ids'])} token ids:",
+            " ".join(map(str, report["token_ids"])),
+            "",
+            f"stop ids ({report['stop_ids_source']}): {stops}",
+            "",
+            "sampling:",
+            _table(sampling),
+        )
+    )
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def _size(n: int) -> str:
+    """Bytes in the unit that people read: 1 GB is 10**9 bytes."""
+    value = float(n)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    return f"{value:.1f} TB"

@@ -1,0 +1,303 @@
+"""Text in, text out: one model folder, its tokenizer, its chat template and an engine on a device, put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from xinfer.checkpoint import Checkpoint, Message, check_context
+from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_prompt
+from xinfer.errors import DeviceError
+from xinfer.model.reference import ReferenceCache, ReferenceModel
+from xinfer.model.weights import ModelWeights
+from xinfer.sampling import Sampled, Sampler, SamplingParams
+from xinfer.settings import Settings
+from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
+
+Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
+
+DEVICES = ("auto", "cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """What one generation cost. Times in seconds."""
+
+    device: str
+    seed: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    load_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        """Prompt tokens that were computed, over the time they took."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """Tokens after the first, which the prefill already paid for, over the time they took."""
+        return (self.generated_tokens - 1) / self.decode_seconds if self.generated_tokens > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One generated token and the text that became certain with it (often a word, sometimes nothing yet)."""
+
+    text: str
+    sampled: Sampled
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """One answer. `finish_reason` is None only where the stream was left before its end.
+
+    `token_ids` has every generated id, a stop id included; `text` has neither stop ids nor stop strings.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+    sampled: tuple[Sampled, ...]
+    stats: Stats
+
+
+class Stream(Iterator[Chunk]):
+    """Chunks as they are generated. `completion` is what has come so far, and whole once the stream has ended."""
+
+    def __init__(
+        self,
+        chunks: Iterator[Chunk],
+        prompt_ids: Sequence[int],
+        stats: Callable[[], Stats],
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> None:
+        self._chunks = chunks
+        self._prompt_ids = tuple(prompt_ids)
+        self._stats = stats
+        self._on_chunk = on_chunk
+        self._received: list[Chunk] = []
+
+    def __next__(self) -> Chunk:
+        chunk = next(self._chunks)
+        self._received.append(chunk)
+        if self._on_chunk is not None:
+            self._on_chunk(chunk)
+        return chunk
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far."""
+        return Completion(
+            text="".join(chunk.text for chunk in self._received),
+            token_ids=tuple(chunk.sampled.token for chunk in self._received),
+            prompt_token_ids=self._prompt_ids,
+            finish_reason=self._received[-1].finish_reason if self._received else None,
+            sampled=tuple(chunk.sampled for chunk in self._received),
+            stats=self._stats(),
+        )
+
+
+class LLM:
+    """A model, ready to answer. Safe to share between threads: each call has a sequence of its own.
+
+    Args:
+        model: a folder in Hugging Face form, a hub name such as "Qwen/Qwen2.5-0.5B-Instruct", or None for the bundled
+            demo model.
+        device: "auto" or "cpu".
+        context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
+        progress: called with (stage, done, total) while loading and reading long prompts.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        device: str = "auto",
+        context: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        self.checkpoint = Checkpoint(model)
+        self.context = check_context(context, self.checkpoint.config)
+        self._progress = progress
+        self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
+            self.checkpoint.config.vocab_size
+        )  # (vocab_size,) bool
+        self._model = load_model(self.checkpoint.folder, device=device, progress=progress)
+        self._engine: Engine[ReferenceCache] = Engine(self._model, context=self.context)
+        self.device = "cpu"
+        self.load_seconds = time.perf_counter() - started
+
+    def generate(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **overrides: Any
+    ) -> Completion:
+        """Continue a prompt (text, or token ids) to its end.
+
+        Args:
+            prompt: text, encoded with the tokenizer's own special tokens, or ids used as they are.
+            params: how to sample and when to stop; what it leaves open comes from the checkpoint.
+            overrides: single values of `SamplingParams`, such as `max_tokens=64`.
+        """
+        return _exhaust(self.stream(prompt, params, **overrides))
+
+    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **overrides: Any) -> Stream:
+        """Like `generate`, token by token."""
+        settings = self.checkpoint.settings(params, **overrides)
+        return self.start(self._engine.session(), self.checkpoint.encode(prompt), settings)
+
+    def chat(
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Message] | None = None,
+        **overrides: Any,
+    ) -> Completion:
+        """The assistant's answer to messages with "role" and "content", or to one user message given as a string."""
+        return _exhaust(self.stream_chat(messages, params, tools=tools, **overrides))
+
+    def stream_chat(
+        self,
+        messages: str | Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Message] | None = None,
+        **overrides: Any,
+    ) -> Stream:
+        """Like `chat`, token by token."""
+        settings = self.checkpoint.settings(params, **overrides)
+        return self.start(self._engine.session(), self.checkpoint.encode_chat(messages, tools=tools), settings)
+
+    def conversation(self, *, system: str | None = None) -> Conversation:
+        """A conversation that keeps its KV cache from turn to turn. Not for two threads at once."""
+        self.checkpoint.require_chat_template()
+        return Conversation(self, self._engine.session(), system=system)
+
+    def close(self) -> None:
+        """Release the model's memory and files. A second close does nothing."""
+        self._model.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(
+        self,
+        session: Session[ReferenceCache],
+        prompt_ids: Sequence[int],
+        settings: Settings,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> Stream:
+        """Continue the ids in a session: what `stream`, `stream_chat` and conversations share."""
+        check_prompt(prompt_ids, self.context)
+        timing = Timing(prompt_tokens=len(prompt_ids))
+        sampler = Sampler(
+            settings.params,
+            prompt_ids=prompt_ids,
+            vocab_size=self.checkpoint.config.vocab_size,
+            invalid_ids=self._invalid_ids,
+        )
+        steps = session.generate(
+            prompt_ids,
+            sampler,
+            max_tokens=settings.params.max_tokens,
+            stop_ids=settings.stop_ids,
+            timing=timing,
+            on_prefill=None if self._progress is None else _stage(self._progress, "prefill"),
+        )
+        chunks = _to_text(steps, self.checkpoint.tokenizer, settings.params.stop)
+        seed = settings.params.seed
+        assert seed is not None
+        return Stream(chunks, prompt_ids, lambda: self._stats(timing, seed), on_chunk)
+
+    def _stats(self, timing: Timing, seed: int) -> Stats:
+        return Stats(device=self.device, seed=seed, load_seconds=self.load_seconds, **dataclasses.asdict(timing))
+
+
+class Conversation:
+    """Turns between a user and the model. What the cache already holds of a turn is not computed again."""
+
+    def __init__(self, llm: LLM, session: Session[ReferenceCache], *, system: str | None) -> None:
+        self._llm = llm
+        self._session = session
+        self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = list(self._system)
+
+    def reset(self) -> None:
+        """Begin again, with the system message only."""
+        self.messages = list(self._system)
+        self._session.reset()
+
+    def send(self, text: str, params: SamplingParams | None = None, **overrides: Any) -> Stream:
+        """The answer to one more user message, token by token.
+
+        The answer joins `messages` as far as it was read, also when it is left half way. A message that is refused,
+        because it does not fit into the context for example, leaves the conversation as it was.
+        """
+        asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        prompt_ids = self._llm.checkpoint.encode_chat(asked)
+        answer = ""
+
+        def record(chunk: Chunk) -> None:
+            nonlocal answer
+            answer += chunk.text
+            self.messages = [*asked, {"role": "assistant", "content": answer}]
+
+        return self._llm.start(
+            self._session, prompt_ids, self._llm.checkpoint.settings(params, **overrides), on_chunk=record
+        )
+
+
+def load_model(folder: Path, *, device: str = "auto", progress: Progress | None = None) -> ReferenceModel:
+    """The model of a folder on a device; the caller closes it."""
+    if device not in DEVICES:
+        raise DeviceError(f"device {device!r} is not known; expected one of: {', '.join(DEVICES)}")
+    weights = ModelWeights.open(folder)
+    try:
+        return ReferenceModel(weights, on_load=None if progress is None else _stage(progress, "load"))
+    except BaseException:
+        weights.close()
+        raise
+
+
+def _stage(progress: Progress, stage: str) -> Callable[[int, int], None]:
+    return lambda done, total: progress(stage, done, total)
+
+
+def _to_text(steps: Iterator[Step], tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[Chunk]:
+    """Turn steps into text, holding back half characters and whatever may become a stop string."""
+    decoder = IncrementalDecoder(tokenizer)
+    matcher = StopMatcher(stop)
+    for step in steps:
+        reason = step.finish_reason
+        text, stopped = matcher.push(decoder.push(step.sampled.token))
+        if not stopped and reason is not None:
+            tail, stopped = matcher.push(decoder.finish())
+            text += tail if stopped else tail + matcher.finish()
+        if stopped:
+            reason = "stop"
+        yield Chunk(text=text, sampled=step.sampled, finish_reason=reason)
+        if stopped:
+            return
+
+
+def _exhaust(stream: Stream) -> Completion:
+    for _ in stream:
+        pass
+    return stream.completion

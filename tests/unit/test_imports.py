@@ -1,0 +1,99 @@
+"""Who may import whom, where ctypes may appear, and what `import xinfer` leaves alone. CONTRIBUTING draws the rule."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "xinfer"
+
+# A module (or package) and the modules of ours that it may import. Everyone may import errors; packages may import themselves.
+ALLOWED = {
+    "__init__": {"_version", "errors", "llm", "sampling"},
+    "__main__": {"cli"},
+    "_version": set(),
+    "errors": set(),
+    "cli": {"_version", "hub", "inspection", "llm", "model", "progress", "sampling"},
+    "inspection": {"checkpoint", "model"},
+    "llm": {"checkpoint", "engine", "model", "sampling", "settings", "tokenizer"},
+    "checkpoint": {"chat", "hub", "model", "sampling", "settings", "tokenizer"},
+    "settings": {"model", "sampling"},
+    "engine": {"sampling"},
+    "hub": set(),
+    "progress": set(),
+    "chat": set(),
+    "tokenizer": set(),
+    "sampling": set(),
+    "model": set(),
+}
+# Third-party packages that a part of ours may use; what is not listed here may not import any.
+THIRD_PARTY = {
+    "model": {"numpy", "ml_dtypes", "safetensors", "tokenizers"},  # tokenizers: only synthetic, to write one
+    "engine": {"numpy"},
+    "llm": set(),
+    "sampling": {"numpy"},
+    "tokenizer": {"numpy", "tokenizers"},
+    "chat": {"jinja2"},
+    "hub": {"huggingface_hub"},
+    "progress": {"rich"},
+    "cli": {"numpy", "typer"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def unit(path: Path) -> str:
+    """The module or package of ours that a file belongs to."""
+    relative = path.relative_to(SOURCE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write it out"
+            assert node.module is not None
+            if node.module == "xinfer":
+                yield from (f"xinfer.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_follow_the_direction_rule(path: Path) -> None:
+    here = unit(path)
+    assert here in ALLOWED, f"{here} is new: say in ALLOWED what it may import"
+    for name in imported(path):
+        top, _, rest = name.partition(".")
+        if top == "xinfer":
+            target = rest.partition(".")[0]
+            assert target in ALLOWED[here] | {"errors", here}, f"{path.name} imports xinfer.{target}"
+        elif top not in sys.stdlib_module_names:
+            assert top in THIRD_PARTY.get(here, set()), f"{path.name} imports {top}"
+        assert top != "ctypes" or here == "gpu", "ctypes belongs to gpu"
+        assert top not in {"pickle", "torch", "transformers", "shelve", "marshal", "dill"}, f"{path.name} imports {top}"
+
+
+def test_every_rule_names_a_module_that_exists() -> None:
+    assert {unit(path) for path in modules()} == set(ALLOWED)
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("import xinfer", {"numpy", "typer", "rich", "tokenizers", "jinja2", "huggingface_hub", "safetensors"}),
+        ("import xinfer.cli", {"numpy", "tokenizers", "jinja2", "huggingface_hub", "safetensors"}),
+    ],
+)
+def test_heavy_modules_wait_until_they_are_used(code: str, absent: set[str]) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", f"{code}; import sys; print(*sys.modules)"], check=True, capture_output=True, text=True
+    )
+    assert absent.isdisjoint(run.stdout.split())
