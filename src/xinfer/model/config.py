@@ -325,19 +325,15 @@ def _head_dim(section: _Section, hidden: int, heads: int) -> int:
 
 
 def _dtype(section: _Section) -> str | None:
-    """The type under either key: `dtype` (transformers 5) or `torch_dtype` (before)."""
-    found: str | None = None
+    """The type under either key: `dtype` (transformers 5), which comes first, or `torch_dtype` (before)."""
     for key in ("dtype", "torch_dtype"):
         text = section.text(key)
-        if text is None:
-            continue
-        name = text.removeprefix("torch.")
-        if name not in _DTYPES:
-            section.refuse(key, "one of " + ", ".join(_DTYPES))
-        if found is not None and found != name:
-            section.refuse(key, f"the same as dtype, which is {found!r}; keep one of the two keys")
-        found = name
-    return found
+        if text is not None:
+            name = text.removeprefix("torch.")
+            if name not in _DTYPES:
+                section.refuse(key, "one of " + ", ".join(_DTYPES))
+            return name
+    return None
 
 
 def _layer_windows(section: _Section, layers: int) -> tuple[int | None, ...]:
