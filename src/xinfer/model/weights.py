@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xinfer.errors import ModelNotFoundError, WeightsError
 from xinfer.model import names
-from xinfer.model._json import read_json_object, shown
+from xinfer.model._json import is_folder, is_there, read_json_object, shown
 from xinfer.model._safetensors import SafetensorsFile, StoredTensor
 from xinfer.model.config import Qwen2Config
 from xinfer.model.names import LayerWeights
@@ -70,7 +70,7 @@ class ModelWeights:
             WeightsError: the files or tensors are not those of the config; all problems in one message.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise ModelNotFoundError(f"{folder} is not a folder; expected one with config.json and {SINGLE_FILE}")
         if config is None:
             config = Qwen2Config.from_json(folder / "config.json")
@@ -148,8 +148,8 @@ class ModelWeights:
         embed = self.tensors[names.global_tensor_name("embed")]
         for begin in range(0, embed.shape[0], _ROWS_COMPARED):
             end = min(begin + _ROWS_COMPARED, embed.shape[0])
-            rows = [self._read_rows(info, begin, end).astype(np.float32) for info in (embed, head)]
-            if not np.array_equal(*rows, equal_nan=True):
+            expected, found = (self._read_rows(info, begin, end).astype(np.float32) for info in (embed, head))
+            if not np.array_equal(expected, found, equal_nan=True):
                 raise WeightsError(
                     f"{head.file} holds {head.name}, which differs from {embed.name} although config.json says "
                     "tie_word_embeddings true; expected the same values, or tie_word_embeddings false: set it to false "
@@ -198,10 +198,10 @@ def _info(name: str, stored: StoredTensor, file: Path) -> TensorInfo:
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Which file holds which tensor, or None for a checkpoint in one file. As in transformers, one file comes first."""
-    if _is_there(folder / SINGLE_FILE):
+    if is_there(folder / SINGLE_FILE):
         return None
     path = folder / INDEX_FILE
-    if not _is_there(path):
+    if not is_there(path):
         raise WeightsError(_explain_absence(folder))
     weight_map = read_json_object(path, error=WeightsError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -216,17 +216,15 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
-
-
 def _refused_file_name(name: str) -> str | None:
     """What is wrong with a file name in the index; None where nothing is.
 
     The name is judged, not what it links to: the hub's cache links every file to one outside the folder.
     """
-    if any(character in name for character in "/\\:\0") or name in ("", ".", ".."):
+    if any(character in name for character in "/\\:") or name in (".", "..") or not 0 < len(name) < 256:
         return "which is not a plain name; expected a file in the model's own folder"
+    if not name.isprintable():
+        return "which has characters that no file name of a checkpoint has"
     if name.lower().endswith(_PICKLE_SUFFIXES):
         return "a pickle, which can run any code and is never loaded; convert the model to safetensors"
     if not name.endswith(".safetensors"):
