@@ -42,7 +42,7 @@ def resolve(model: str | Path | None) -> Path:
     """
     if model is None or model == DEMO:
         return DEMO_FOLDER
-    folder = Path(model).expanduser()
+    folder = Path(model or "\0").expanduser()  # "" would be the working folder; no folder has a NUL in its name
     if _is_dir(folder):
         return folder
     match = _HUB_NAME.fullmatch(str(model))

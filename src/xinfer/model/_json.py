@@ -28,6 +28,23 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
+def is_there(path: Path) -> bool:
+    """Whether there is anything under this name, a link to nothing included; False where that cannot be told."""
+    try:
+        path.lstat()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder; False where that cannot be told."""
+    try:
+        return path.is_dir()
+    except OSError:  # no permission, or a name that is too long
+        return False
+
+
 def open_regular(path: Path, *, error: type[CheckpointError]) -> BinaryIO:
     """Open `path` for reading, unbuffered.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from xinfer.errors import ConfigError
-from xinfer.model._json import read_json_object, shown
+from xinfer.model._json import is_folder, is_there, read_json_object, shown
 
 CONFIG_FILE: Final = "config.json"
 GENERATION_CONFIG_FILE: Final = "generation_config.json"
@@ -173,7 +173,7 @@ def _open_section(source: Path | Mapping[str, Any], name: str) -> _Section:
     if isinstance(source, Mapping):
         return _Section(source, name)
     path = Path(source)
-    if path.is_dir():
+    if is_folder(path):
         path = path / name
     return _Section(read_json_object(path, error=ConfigError), str(path))
 
@@ -325,19 +325,15 @@ def _head_dim(section: _Section, hidden: int, heads: int) -> int:
 
 
 def _dtype(section: _Section) -> str | None:
-    """The type under either key: `dtype` (transformers 5) or `torch_dtype` (before)."""
-    found: str | None = None
+    """The type under either key: `dtype` (transformers 5), which comes first, or `torch_dtype` (before)."""
     for key in ("dtype", "torch_dtype"):
         text = section.text(key)
-        if text is None:
-            continue
-        name = text.removeprefix("torch.")
-        if name not in _DTYPES:
-            section.refuse(key, "one of " + ", ".join(_DTYPES))
-        if found is not None and found != name:
-            section.refuse(key, f"the same as dtype, which is {found!r}; keep one of the two keys")
-        found = name
-    return found
+        if text is not None:
+            name = text.removeprefix("torch.")
+            if name not in _DTYPES:
+                section.refuse(key, "one of " + ", ".join(_DTYPES))
+            return name
+    return None
 
 
 def _layer_windows(section: _Section, layers: int) -> tuple[int | None, ...]:
@@ -404,7 +400,10 @@ def _rope(section: _Section, positions: int) -> tuple[float, YarnScaling | None]
     known = _YARN_KEYS if kind == "yarn" else _ROPE_KEYS
     for key, value in rope.values.items():
         if value is not None and key not in known:
-            rope.refuse(key, f"no such key for rope_type {kind!r}; remove it, or correct rope_type")
+            raise ConfigError(
+                f"{section.where}: {rope.prefix}{shown(key)} is {shown(value)}; expected no such key for rope_type "
+                f"{kind!r}: remove it, or correct rope_type"
+            )
     if rope.number("partial_rotary_factor", low=0, high=1) not in (None, 1.0):
         rope.refuse("partial_rotary_factor", "1, or no such key: xinfer rotates whole heads")
     return theta, _yarn(section, rope, positions, theta) if kind == "yarn" else None
@@ -496,6 +495,4 @@ class GenerationConfig:
     def from_folder(cls, folder: Path) -> GenerationConfig | None:
         """The folder's sampling defaults, or None where it has no generation_config.json."""
         path = Path(folder) / GENERATION_CONFIG_FILE
-        if not path.exists() and not path.is_symlink():
-            return None
-        return cls.from_json(path)
+        return cls.from_json(path) if is_there(path) else None

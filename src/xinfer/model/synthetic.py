@@ -59,7 +59,7 @@ class SyntheticSpec:
     sliding_window: int | None = None  # layers from max_window_layers on see this many tokens
     max_window_layers: int = 0
     layer_types: tuple[str, ...] | None = None
-    k_bias_scale: float = 1.0  # trained checkpoints have key biases of several hundred
+    k_bias_scale: float = 1.0  # trained checkpoints have key biases far above their activations
     spelling: Literal["transformers4", "transformers5"] = "transformers5"
 
     def config_json(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ PRESETS: Final[Mapping[str, SyntheticSpec]] = MappingProxyType(
             max_window_layers=3,
             layer_types=("sliding_attention", "full_attention", "sliding_attention"),
         ),
-        "large_k_bias": SyntheticSpec(k_bias_scale=300.0),
+        "large_k_bias": SyntheticSpec(k_bias_scale=100.0),
         "low_theta": SyntheticSpec(rope_theta=10000.0, rms_norm_eps=1e-5, spelling="transformers4"),
     }
 )

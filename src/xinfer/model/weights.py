@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from xinfer.errors import ModelNotFoundError, WeightsError
 from xinfer.model import names
-from xinfer.model._json import read_json_object, shown
+from xinfer.model._json import is_folder, is_there, read_json_object, shown
 from xinfer.model._safetensors import SafetensorsFile, StoredTensor
 from xinfer.model.config import Qwen2Config
 from xinfer.model.names import LayerWeights
@@ -32,6 +32,7 @@ _DTYPES: Final[Mapping[str, tuple[str, np.dtype[Any]]]] = {
 _QUANTIZED_SUFFIXES: Final = (".qweight", ".qzeros", ".scales", ".g_idx", ".weight_scale", ".weight_scale_inv")
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_PROBLEMS_SHOWN: Final = 20
+_ROWS_COMPARED: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class ModelWeights:
             WeightsError: the files or tensors are not those of the config; all problems in one message.
         """
         folder = Path(path)
-        if not folder.is_dir():
+        if not is_folder(folder):
             raise ModelNotFoundError(f"{folder} is not a folder; expected one with config.json and {SINGLE_FILE}")
         if config is None:
             config = Qwen2Config.from_json(folder / "config.json")
@@ -82,9 +83,13 @@ class ModelWeights:
             problems += _check_table(tensors, config, complete=complete)
             if problems:
                 raise WeightsError(_message(folder, problems))
+            used = {name: _info(*tensors[name]) for name in names.expected_shapes(config) if name in tensors}
+            weights = cls(config, used, files)
+            head = tensors.get(names.global_tensor_name("lm_head"))
+            if head is not None and weights.lm_head_is_embed:
+                weights._check_redundant_head(_info(*head))
             stack.pop_all()
-        used = {name: _info(*tensors[name]) for name in names.expected_shapes(config) if name in tensors}
-        return cls(config, used, files)
+        return weights
 
     def close(self) -> None:
         """Close the files; reading afterwards is an error."""
@@ -130,9 +135,26 @@ class ModelWeights:
             WeightsError: the file became shorter since it was opened, or the disk fails.
         """
         info = self.tensors[name]
-        array = np.empty(info.shape, _numpy_dtype(info.dtype))
-        self.read_into(name, array.reshape(-1).view(np.uint8).data)
+        return self._read_rows(info, 0, info.shape[0])
+
+    def _read_rows(self, info: TensorInfo, begin: int, end: int) -> NDArray[Any]:
+        array = np.empty((end - begin, *info.shape[1:]), _numpy_dtype(info.dtype))
+        offset = info.offset + begin * (info.nbytes // info.shape[0])
+        self._files[info.file].read_into(offset, array.reshape(-1).view(np.uint8).data)
         return array
+
+    def _check_redundant_head(self, head: TensorInfo) -> None:
+        """Refuse a tied checkpoint whose own LM head is not the embedding: which of the two counts cannot be told."""
+        embed = self.tensors[names.global_tensor_name("embed")]
+        for begin in range(0, embed.shape[0], _ROWS_COMPARED):
+            end = min(begin + _ROWS_COMPARED, embed.shape[0])
+            expected, found = (self._read_rows(info, begin, end).astype(np.float32) for info in (embed, head))
+            if not np.array_equal(expected, found, equal_nan=True):
+                raise WeightsError(
+                    f"{head.file} holds {head.name}, which differs from {embed.name} although config.json says "
+                    "tie_word_embeddings true; expected the same values, or tie_word_embeddings false: set it to false "
+                    "to use the head, or remove the tensor"
+                )
 
     def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
         """Rows start to stop of the matrix called `name`, (stop - start, columns): a table need not be read whole."""
@@ -176,10 +198,10 @@ def _info(name: str, stored: StoredTensor, file: Path) -> TensorInfo:
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """Which file holds which tensor, or None for a checkpoint in one file. As in transformers, one file comes first."""
-    if _is_there(folder / SINGLE_FILE):
+    if is_there(folder / SINGLE_FILE):
         return None
     path = folder / INDEX_FILE
-    if not _is_there(path):
+    if not is_there(path):
         raise WeightsError(_explain_absence(folder))
     weight_map = read_json_object(path, error=WeightsError).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -194,17 +216,15 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
     return weight_map
 
 
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
-
-
 def _refused_file_name(name: str) -> str | None:
     """What is wrong with a file name in the index; None where nothing is.
 
     The name is judged, not what it links to: the hub's cache links every file to one outside the folder.
     """
-    if any(character in name for character in "/\\:\0") or name in ("", ".", ".."):
+    if any(character in name for character in "/\\:") or name in (".", "..") or not 0 < len(name) < 256:
         return "which is not a plain name; expected a file in the model's own folder"
+    if not name.isprintable():
+        return "which has characters that no file name of a checkpoint has"
     if name.lower().endswith(_PICKLE_SUFFIXES):
         return "a pickle, which can run any code and is never loaded; convert the model to safetensors"
     if not name.endswith(".safetensors"):
@@ -300,9 +320,12 @@ def _check_table(table: _Table, config: Qwen2Config, *, complete: bool) -> list[
             problems += _check_tensor(*table[name][:2], shape)
         elif complete and not names.may_be_absent(name):
             problems.append(f"{name} is missing; expected shape {shape}")
-    surplus = [stored for key, (stored, _, _) in table.items() if key not in expected]
-    for name in surplus:
-        if not names.is_harmless_extra(names.canonical(name), config):
+    for key, (name, stored, _) in table.items():
+        if key in expected:
+            continue
+        if key == names.global_tensor_name("lm_head"):  # a tied checkpoint's
+            problems += _check_tensor(name, stored, (config.vocab_size, config.hidden_size))
+        elif not names.is_harmless_extra(key, config):
             hint = ": quantized weights are not supported" if name.endswith(_QUANTIZED_SUFFIXES) else ""
             problems.append(f"{shown(name)} is not a tensor of this model; expected no such tensor{hint}")
     return problems

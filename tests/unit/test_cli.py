@@ -1,0 +1,261 @@
+"""The commands, run as a user runs them: what lands on stdout, what on stderr, and the exit status."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xinfer import LLM
+from xinfer.model.reference import ReferenceModel
+from xinfer.model.synthetic import PRESETS, write_checkpoint
+from xinfer.model.weights import ModelWeights
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("cli") / "gqa", PRESETS["gqa"], seed=11)
+
+
+def run(*arguments: object, stdin: bytes = b"", status: int = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "xinfer", *map(str, arguments)], input=stdin, capture_output=True, timeout=120
+    )
+    result = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
+    assert result.returncode == status, result.stderr
+    assert "Traceback" not in result.stderr
+    return result
+
+
+GREEDY = ("--temperature", 0, "--ignore-eos", "--max-tokens", 12)
+
+
+def test_generate_streams_the_text_to_stdout_and_statistics_to_stderr(folder: Path) -> None:
+    result = run("generate", "--model", folder, *GREEDY, "the sea")
+    text = LLM(folder).generate("the sea", temperature=0, ignore_eos=True, max_tokens=12).text
+    assert result.stdout == text + ("" if text.endswith("\n") else "\n")
+    assert "answer 12 tokens" in result.stderr
+    assert "[cpu]" in result.stderr
+
+
+def test_generate_reads_stdin_and_prints_one_json_object(folder: Path) -> None:
+    result = run("generate", "--model", folder, *GREEDY, "--json", stdin="the séa".encode())
+    value = json.loads(result.stdout)
+    expected = LLM(folder).generate("the séa", temperature=0, ignore_eos=True, max_tokens=12)
+    assert set(value) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
+    assert value["text"] == expected.text
+    assert tuple(value["token_ids"]) == expected.token_ids
+    assert tuple(value["prompt_token_ids"]) == expected.prompt_token_ids
+    assert value["finish_reason"] == "length"
+    assert value["stats"]["generated_tokens"] == 12
+
+
+def test_generate_gives_logprobs_and_honours_stop(folder: Path) -> None:
+    text = LLM(folder).generate("the sea", temperature=0, ignore_eos=True, max_tokens=12).text
+    arguments = ("--model", folder, *GREEDY, "--json", "--logprobs", 2, "--stop", text[4:7], "the sea")
+    value = json.loads(run("generate", *arguments).stdout)
+    assert value["text"] == text[: text.index(text[4:7])]
+    assert value["finish_reason"] == "stop"
+    assert [len(entry["top"]) for entry in value["logprobs"]] == [2] * len(value["token_ids"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "says"),
+    [
+        (("generate", "--model", "no/such/folder/here", "x"), b"", "no folder"),
+        (("generate", "--model", __file__, "x"), b"", "is a file"),
+        (("generate", "--device", "quantum", "x"), b"", "'quantum'"),
+        (("generate",), b"\xff\xfe", "not UTF-8"),
+        (("generate",), b"", "no tokens"),
+        (("generate", "--temperature", "-1", "x"), b"", "temperature"),
+        (("generate", "--top-p", "nan", "x"), b"", "top_p"),
+        (("generate", "--context", "99999999", "x"), b"", "context"),
+        (("logits", "--tokens", "1,x", "--out", "a.npy"), b"", "whole numbers"),
+        (("logits", "--tokens", "1", "--out", "a.txt"), b"", ".npy"),
+        (("logits", "--tokens", "999999999", "--out", "a.npy"), b"", "vocabulary"),
+        (("logits", "--tokens", "1", "--out", "/no/such/folder/a.npy"), b"", "/no/such/folder"),
+        (("explain", "{broken"), b"", "not JSON"),
+        (("explain", "missing.json"), b"", "cannot read the messages"),
+        (("explain", '{"mesages": []}'), b"", "mesages"),
+        (("synth", "/tmp/x", "--preset", "nope"), b"", "gqa"),
+        (("synth", "/dev/null/x"), b"", "/dev/null"),
+    ],
+)
+def test_what_goes_wrong_is_one_message_and_exit_status_1(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str], stdin: bytes, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if arguments[0] in ("generate", "logits") and "--model" not in arguments:
+        arguments = (arguments[0], "--model", str(folder), *arguments[1:])
+    result = run(*arguments, stdin=stdin, status=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert says in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_errors_are_json_too_where_json_was_asked_for(folder: Path) -> None:
+    value = json.loads(run("generate", "--model", folder, "--json", "--device", "quantum", "x", status=1).stdout)
+    assert value["error"]["type"] == "DeviceError"
+    assert "quantum" in value["error"]["message"]
+
+
+@pytest.mark.parametrize("arguments", [("generate", "--nope"), ("nope",), ("generate", "--max-tokens", "0", "x")])
+def test_wrong_usage_is_exit_status_2(arguments: Sequence[str]) -> None:
+    run(*arguments, status=2)
+
+
+def test_logits_are_the_references(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "logits.npy"
+    run("logits", "--model", folder, "--tokens", "1,2,3", "--out", out)
+    values = np.load(out)
+    with ModelWeights.open(folder) as weights:
+        expected = ReferenceModel(weights).forward([1, 2, 3])
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(values, expected)
+
+
+def test_logits_need_no_tokenizer(folder: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((folder / name).read_bytes())
+    run("logits", "--model", bare, "--tokens", "5", "--out", tmp_path / "l.npy")
+    assert np.load(tmp_path / "l.npy").shape == (1, 384)
+
+
+def test_inspect_counts_what_is_in_the_file(folder: Path) -> None:
+    value = json.loads(run("inspect", folder, "--json", "--context", 100).stdout)
+    with ModelWeights.open(folder) as weights:
+        sizes = [int(np.prod(info.shape)) for info in weights.tensors.values()]
+    assert value["parameters"] == sum(sizes)
+    assert value["bytes"] == value["bytes_by_dtype"]["float32"] == 4 * sum(sizes)
+    assert value["memory"]["ram"]["weights"] == 4 * sum(sizes)
+    assert value["memory"]["ram"]["kv_cache"] == 2 * 2 * 2 * 16 * 100 * 4  # K and V, layers, KV heads, head_dim
+    assert value["memory"]["vram"]["kv_cache"] == value["memory"]["ram"]["kv_cache"] // 2
+    text = run("inspect", folder).stdout
+    assert "4 heads, 2 KV heads of 16" in text
+
+
+def test_explain_shows_prompt_ids_stops_and_sources(folder: Path, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "Who goes there?"}]
+    value = json.loads(run("explain", folder, json.dumps(messages), "--json").stdout)
+    llm = LLM(folder)
+    assert value["prompt"] == llm.checkpoint.render_chat(messages)
+    assert value["token_ids"] == llm.checkpoint.encode_chat(messages)
+    assert {stop["id"] for stop in value["stop_ids"]} == llm.checkpoint.settings().stop_ids
+    assert value["sampling"]["top_p"]["source"] in ("generation_config.json", "default")
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps({"messages": messages}))
+    for same in (("Who goes there?",), (str(file),), ("-",)):
+        assert json.loads(run("explain", folder, *same, "--json", stdin=file.read_bytes()).stdout) == value
+    text = run("explain", folder, "Who goes there?").stdout
+    assert value["prompt"] in text
+
+
+def test_chat_answers_line_by_line_and_begins_again_on_reset(folder: Path) -> None:
+    lines = b"Who?\n/reset\nWho?\n/nope\n\n/exit\nnever\n"
+    result = run("chat", "--model", folder, "--temperature", 0, "--max-tokens", 6, stdin=lines)
+    llm = LLM(folder)
+    text = llm.chat("Who?", temperature=0, max_tokens=6).text
+    line = text if text.endswith("\n") or not text else text + "\n"
+    assert result.stdout == line * 2
+    assert "a new conversation" in result.stderr
+    assert "/nope is not a command" in result.stderr
+    assert result.stderr.count("tok/s") == 4  # two answers, two rates each
+
+
+def test_chat_says_when_the_context_is_full_and_goes_on(folder: Path) -> None:
+    lines = b"word " * 300 + b"\nhi\n"
+    result = run("chat", "--model", folder, "--context", 100, "--max-tokens", 2, stdin=lines)
+    assert "error: the prompt has" in result.stderr
+    assert "/reset" in result.stderr
+    assert "answer" in result.stderr.splitlines()[-1]
+
+
+def test_synth_writes_what_was_asked_for_and_the_same_again(tmp_path: Path) -> None:
+    options = ("--seed", 5, "--untied", "--dtype", "bfloat16", "--kv-heads", 4, "--layers", 3)
+    run("synth", tmp_path / "a", *options)
+    run("synth", tmp_path / "b", *options)
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    config = json.loads(run("inspect", tmp_path / "a", "--json").stdout)["config"]
+    assert (config["num_key_value_heads"], config["num_hidden_layers"], config["dtype"]) == (4, 3, "bfloat16")
+    assert not config["tie_word_embeddings"]
+    assert "not empty" in run("synth", tmp_path / "a", status=1).stderr
+
+
+def test_version() -> None:
+    assert run("--version").stdout.startswith("xinfer 0.")
+
+
+def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
+    command = f"{sys.executable} -m xinfer generate --model {folder} --temperature 0 --ignore-eos --max-tokens 400 x"
+    done = subprocess.run(["bash", "-c", f"{command} | head -c 5"], capture_output=True, timeout=120)
+    assert len(done.stdout) == 5
+    assert b"Traceback" not in done.stderr
+    assert b"Error" not in done.stderr
+
+
+def wait_for(output: int, text: bytes, seen: bytes = b"") -> bytes:
+    deadline = time.monotonic() + 60
+    while text not in seen:
+        assert time.monotonic() < deadline, seen
+        seen += os.read(output, 4096)
+    return seen
+
+
+def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "xinfer",
+        "generate",
+        "--model",
+        str(folder),
+        "--ignore-eos",
+        "--max-tokens",
+        "2000",
+        "x",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert b"interrupted" in errors
+    assert b"stopped" in errors  # the statistics of what there was
+
+
+def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path) -> None:
+    command = [sys.executable, "-m", "xinfer", "chat", "--model", str(folder), "--temperature", "0"]
+    master, slave = pty.openpty()
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
+        os.close(slave)
+        wait_for(master, b"> ")
+        os.write(master, b"Who?\n")
+        wait_for(master, b"\n", wait_for(master, b"Who?"))
+        process.send_signal(signal.SIGINT)
+        seen = wait_for(master, b"> ")
+        process.send_signal(signal.SIGINT)  # at the prompt: the line is given up, the program stays
+        wait_for(master, b"leaves")
+        os.write(master, b"/exit\n")
+        assert process.wait(60) == 0
+        assert b"Traceback" not in seen
+    os.close(master)
+
+
+def test_control_characters_do_not_reach_a_terminal() -> None:
+    from xinfer.cli import _visible
+
+    assert _visible("a\x1b[31mb\x07\x9bc\td\né") == "a\ufffd[31mb\ufffd\ufffdc\td\né"
