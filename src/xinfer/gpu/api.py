@@ -37,6 +37,7 @@ class DeviceInfo:
     subgroup_size_min: int
     subgroup_size_max: int
     subgroup_size_default: int
+    max_groups: Groups  # workgroups of one dispatch, by axis
     max_workgroup_invocations: int
     max_shared_bytes: int  # groupshared memory of one workgroup
     max_storage_range: int  # bytes that one binding may span

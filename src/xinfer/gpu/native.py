@@ -38,9 +38,10 @@ def result_name(result: int) -> str:
 def load_library(names: tuple[str, ...]) -> ctypes.CDLL:
     """The first of these libraries that is there. Raises DeviceError with every name tried."""
     problems = []
+    load: type[ctypes.CDLL] = getattr(ctypes, "WinDLL", ctypes.CDLL)  # stdcall on 32-bit Windows
     for name in names:
         try:
-            return ctypes.WinDLL(name) if sys.platform == "win32" else ctypes.CDLL(name)
+            return load(name)
         except OSError as error:
             problems.append(f"{name} ({error})")
     raise DeviceError(f"found none of these libraries: {'; '.join(problems)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import byref, c_uint32
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xinfer.gpu._bindings import vulkan as vk
@@ -71,6 +71,10 @@ class Adapter:
         self.families = self._queue_families()
         self.heaps, self.types = self._memory()
         self.info = self._info(index)
+
+    def restrict(self, without: frozenset[str]) -> None:
+        """Leave features alone that are there."""
+        self.info = replace(self.info, features=self.info.features - without)
 
     def budgets(self) -> list[tuple[int, int]] | None:
         """(budget, usage) of each heap as the driver sees them now; None where it does not say."""
@@ -182,6 +186,7 @@ class Adapter:
             subgroup_size_min=sizes.minSubgroupSize if sizes else default,
             subgroup_size_max=sizes.maxSubgroupSize if sizes else default,
             subgroup_size_default=default,
+            max_groups=tuple(self.limits.maxComputeWorkGroupCount),
             max_workgroup_invocations=self.limits.maxComputeWorkGroupInvocations,
             max_shared_bytes=self.limits.maxComputeSharedMemorySize,
             max_storage_range=self.limits.maxStorageBufferRange,

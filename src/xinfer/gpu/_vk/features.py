@@ -118,10 +118,7 @@ FEATURES = (
     ),
     Feature("device_fault", "VK_EXT_device_fault", None, vk.VkPhysicalDeviceFaultFeaturesEXT, ("deviceFault",)),
     Feature("memory_budget", "VK_EXT_memory_budget"),
-    Feature("pci_bus_info", "VK_EXT_pci_bus_info"),
     Feature("external_memory_host", "VK_EXT_external_memory_host"),
-    Feature("driver_properties", "VK_KHR_driver_properties", (1, 2)),
-    Feature("maintenance4", "VK_KHR_maintenance4", (1, 3)),  # read for maxBufferSize, nothing to switch on
     Feature("spirv_1_4", "VK_KHR_spirv_1_4", (1, 2), requires=("VK_KHR_shader_float_controls",)),
 )
 

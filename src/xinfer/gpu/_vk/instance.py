@@ -161,5 +161,3 @@ def list_extensions(enumerate_: Any, *first: Any, name: str) -> set[str]:
     properties = (vk.VkExtensionProperties * count.value)()
     check(enumerate_(*first, byref(count), properties), name)
     return {item.extensionName.decode() for item in properties[: count.value]}
-
-
