@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from xinfer.errors import DeviceError, DeviceLostError
-from xinfer.gpu import _checks
+from xinfer.gpu import _checks, _probe, native
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily, list_adapters
 from xinfer.gpu._vk.cache import PipelineCache
@@ -24,9 +24,14 @@ from xinfer.gpu._vk.memory import Allocator, BufferOwner, VulkanBuffer, as_slice
 from xinfer.gpu._vk.queue import FenceQueue, Queue, TimelineQueue
 from xinfer.gpu._vk.recording import VulkanRecording
 from xinfer.gpu._vk.transfer import Transfers
-from xinfer.gpu.api import Bindable, BufferKind, Bytes, DeviceInfo, KernelCode, MemoryStatus, Recording, Ticket
+from xinfer.gpu.api import Bindable, BufferKind, Bytes, Device, DeviceInfo, KernelCode, MemoryStatus, Recording, Ticket
 
 CLOSE_TIMEOUT_S = 10.0
+HOW_TO_GET_LOADER = {
+    "linux": "install it (Debian, Ubuntu: libvulkan1; Fedora: vulkan-loader; Arch: vulkan-icd-loader)",
+    "win32": "vulkan-1.dll comes with the graphics driver; install the vendor's newest",
+    "darwin": "install MoltenVK (brew install molten-vk) or the Vulkan SDK",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,11 @@ def list_devices() -> list[DeviceInfo]:
         return [adapter.info for adapter in list_adapters(instance)]
     finally:
         instance.close()
+
+
+def open_device(index: int, *, debug: bool = False) -> Device:
+    """Open the adapter with this index. Raises DeviceError where there is none."""
+    return VulkanDevice(index, debug=debug)
 
 
 class VulkanDevice(BufferOwner):
@@ -275,3 +285,46 @@ def _choose_families(families: list[QueueFamily]) -> tuple[QueueFamily, QueueFam
     main = next((family for family in able if not family.flags & graphics), able[0])
     apart = [f for f in families if f.flags & vk.VK_QUEUE_TRANSFER_BIT and not f.flags & (graphics | compute)]
     return main, apart[0] if apart else None
+
+
+def diagnose() -> list[str]:
+    """Why Vulkan shows no GPU here, and what to do about it; [] where it shows one."""
+    try:
+        native.load_vulkan()
+    except DeviceError:
+        return ["there is no Vulkan loader: " + HOW_TO_GET_LOADER.get(_probe.platform(), HOW_TO_GET_LOADER["linux"])]
+    try:
+        devices = list_devices()
+    except DeviceError as error:
+        return [f"the Vulkan loader shows no driver ({error})", *_driver_hints()]
+    if any(device.kind != "cpu" for device in devices):
+        return []
+    if not devices:
+        return ["no Vulkan driver offers a device with Vulkan 1.1 and compute", *_driver_hints()]
+    names = ", ".join(device.name for device in devices)
+    return [f"there is only a software driver ({names}); it is used when asked for by name", *_driver_hints()]
+
+
+def _driver_hints() -> list[str]:
+    hints = _probe.missing_driver_files()
+    if _probe.is_wsl():
+        hints.append(
+            "this is WSL: Vulkan needs Mesa's dzn driver there (mesa-vulkan-drivers) and an up-to-date Windows driver; "
+            "running xinfer under Windows itself is the surer way"
+        )
+    closed = [path for path, allowed in _probe.render_nodes() if not allowed]
+    if closed:
+        hints.append(
+            f"no permission on {', '.join(closed)}: add this user to the group that owns it "
+            "(sudo usermod -aG render $USER) and log in again"
+        )
+    elif _probe.platform() == "linux" and not _probe.render_nodes() and not _probe.has_nvidia_kernel_driver():
+        hints.append(
+            "the kernel shows no GPU: /dev/dri/renderD* does not exist (in a container, pass --device /dev/dri)"
+        )
+    if _probe.has_nvidia_kernel_driver():
+        hints.append(
+            "NVIDIA's kernel driver is loaded, but its Vulkan driver is not found: install the full driver package, "
+            "or in a container set NVIDIA_DRIVER_CAPABILITIES=all"
+        )
+    return hints

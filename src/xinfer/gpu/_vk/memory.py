@@ -120,9 +120,10 @@ class Allocator:
         status = self.status(heap)
         others = max(0, status.used - status.ours)
         name, missing = self.core.adapter.info.name, max(0, size - status.free)
+        free, budget = format_bytes(status.free), format_bytes(status.budget)
         return OutOfMemoryError(
-            f"{label or 'a buffer'} needs {format_bytes(size)} of {name}'s memory, but only {format_bytes(status.free)} "
-            f"of {format_bytes(status.budget)} are free ({format_bytes(status.ours)} are in use here, "
+            f"{label or 'a buffer'} needs {format_bytes(size)} of {name}'s memory, but only {free} "
+            f"of {budget} are free ({format_bytes(status.ours)} are in use here, "
             f"{format_bytes(others)} by others): {format_bytes(missing)} are missing; free them, or ask for less",
             needed=size,
             free=status.free,
