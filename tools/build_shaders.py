@@ -20,6 +20,7 @@ for _folder in (ROOT, ROOT / "src"):  # a build runs before anything is installe
         sys.path.insert(0, str(_folder))
 
 from tools import slang, spirv  # noqa: E402
+
 from xinfer.shaders import BINARIES, MANIFEST, SOURCES, Manifest, source_hash  # noqa: E402
 from xinfer.shaders.catalog import Variant, variants  # noqa: E402
 

@@ -1,7 +1,8 @@
 """SPIR-V as words: strip what only debuggers read, and tell a module's bindings and constants.
 
-Written from the SPIR-V specification, section 3 (binary form). The reflection is what `tests/unit/test_shader_catalog.py`
-compares `catalog.py` with; it knows the few instructions that describe an interface and nothing else.
+Written from the SPIR-V specification, section 3 (binary form). The reflection is what
+`tests/unit/test_shader_catalog.py` compares `catalog.py` with; it knows the few instructions that describe an
+interface and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The compute shaders: one op a source file, `catalog.py` lists their variants, `load` gives a compiled one.
 
-`_bin/` holds `<variant id>.spv` and `manifest.json`. It is made by the build (`tools/build_shaders.py`, which the wheel's
-build hook runs) and is in no repository.
+`_bin/` holds `<variant id>.spv` and `manifest.json`. It is made by the build (`tools/build_shaders.py`, which the
+wheel's build hook runs) and is in no repository.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""Attention over the paged cache: many splits of the keys in parallel, then their combination."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xinfer.gpu.api import Bindable
+from xinfer.ops.base import MAX_TRIPS, CacheBlocks, Recorder, Rows, ceil_div, expect, span
+from xinfer.shaders.catalog import (
+    ATTENTION_DIM_MAX,
+    ATTENTION_HEADS_A_LOAD,
+    ATTENTION_SPLITS_MAX,
+    BLOCK_TOKENS,
+    Variant,
+    variants,
+)
+
+BUSY_GROUPS = 256  # workgroups that keep a large GPU busy
+CPU_GROUPS = 8  # a software driver runs a few at a time
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A kernel, and into how many splits it divides the keys: fixed in a recording, whatever the context's length."""
+
+    variant: Variant
+    n_splits: int
+    scratch_bytes: int  # float32 partial results; 0 with one split
+
+    @property
+    def shares_loads(self) -> bool:
+        """Whether the query heads of one KV head share the loads of K and V."""
+        return self.variant.id.endswith(".decode")
+
+
+def plan_attention(
+    on: Recorder, cache: CacheBlocks, *, n_heads: int, n_rows: int, max_keys: int, variant: str | None = None
+) -> AttentionPlan:
+    """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each."""
+    expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
+    expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
+    chosen = on.choose(attention_candidates(cache), variant)
+    shares = chosen.id.endswith(".decode")
+    groups = n_rows * (cache.n_kv_heads * _bundles(n_heads, cache.n_kv_heads) if shares else n_heads)
+    busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else BUSY_GROUPS
+    n_splits = min(max(busy // groups, 1), ceil_div(max_keys, BLOCK_TOKENS), ATTENTION_SPLITS_MAX)
+    while attention_trips(chosen.id, head_dim=cache.head_dim, max_keys=max_keys, n_splits=n_splits) >= MAX_TRIPS:
+        expect(n_splits < ATTENTION_SPLITS_MAX, f"{max_keys} keys are more than {chosen.id} can walk over")
+        n_splits = min(2 * n_splits, ATTENTION_SPLITS_MAX)
+    scratch = 0 if n_splits == 1 else 4 * n_rows * n_heads * n_splits * (cache.head_dim + 2)
+    return AttentionPlan(chosen, n_splits, scratch)
+
+
+def attention(
+    on: Recorder,
+    plan: AttentionPlan,
+    state: Bindable,
+    q: Rows,
+    cache: CacheBlocks,
+    out: Rows,
+    *,
+    window: int | None = None,
+    scratch: Bindable | None = None,
+    label: str,
+) -> None:
+    """`out = softmax(q @ K^T / sqrt(head_dim)) @ V` for every head, causal: q, out (T, n_heads * head_dim).
+
+    Row t stands at its position in `state` and sees the keys of its sequence up to that position, the last `window` of
+    them where one is given; its own key must have been appended. `scratch` holds `plan.scratch_bytes`.
+    """
+    dim = cache.head_dim
+    expect(q.width == out.width and q.width % dim == 0 and q.n == out.n, f"{label}: q and out differ in shape")
+    n_heads = q.width // dim
+    constants: dict[str, int | float] = {
+        "n_heads": n_heads,
+        "n_kv_heads": cache.n_kv_heads,
+        "head_dim": dim,
+        **span(q, "q"),
+        **span(out, "out"),
+        "table_stride": cache.table_stride,
+        "window": window or 0,
+        "n_splits": plan.n_splits,
+        "scale": dim**-0.5,
+    }
+    whole = plan.n_splits == 1
+    needed = 4 * q.n * n_heads * plan.n_splits * (dim + 2)
+    result = out.place if scratch is None or whole else scratch
+    expect(whole or (scratch is not None and scratch.size >= needed), f"{label}: the scratch needs {needed} bytes")
+    buffers = {
+        "q": q.place,
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+        "block_table": cache.table,
+        "state": state,
+        "result": result,
+    }
+    per_row = cache.n_kv_heads * _bundles(n_heads, cache.n_kv_heads) if plan.shares_loads else n_heads
+    on.dispatch(plan.variant, buffers, constants, (plan.n_splits, per_row, q.n), label)
+    if not whole:
+        on.recording.barrier()
+        combine = on.choose(["attention.combine"], None)
+        on.dispatch(combine, {"partial": result, "result": out.place}, constants, (n_heads, q.n, 1), f"{label}.combine")
+
+
+def attention_candidates(cache: CacheBlocks) -> list[str]:
+    """Variants that fit, best first."""
+    forms = ["decode", "plain"] if cache.head_dim % 8 == 0 else ["plain"]
+    return [f"attention.{cache.format}.{form}" for form in forms]
+
+
+def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: int) -> int:
+    """Loop iterations of one lane."""
+    variant = variants()[variant_id]
+    group = variant.workgroup[0]
+    keys = ceil_div(ceil_div(max_keys, n_splits), BLOCK_TOKENS) * BLOCK_TOKENS
+    if variant.id.endswith(".plain"):
+        return keys // group * (1 + head_dim // 2 + 2 * group) + head_dim // 2 + 2 * group + 1
+    pieces = head_dim // (4 if variant.define("FORMAT") == 0 else 8)
+    lanes_a_head = group // ATTENTION_HEADS_A_LOAD
+    a_tile = 1 + ceil_div(pieces, 4) + 2 * ATTENTION_HEADS_A_LOAD + lanes_a_head
+    a_tile += ceil_div(group, 4 * (group // pieces))
+    staging = ceil_div(ATTENTION_HEADS_A_LOAD * head_dim // 4, group)
+    end = ATTENTION_HEADS_A_LOAD * (lanes_a_head + ceil_div(head_dim, group) * (1 + group // pieces))
+    return ceil_div(keys, group) * a_tile + staging + end
+
+
+def combine_trips(*, head_dim: int, n_splits: int) -> int:
+    """Loop iterations of one lane of attention.combine."""
+    group = variants()["attention.combine"].workgroup[0]
+    return 2 * ceil_div(n_splits, group) + (2 + ceil_div(head_dim, group)) * n_splits + ceil_div(head_dim, group)
+
+
+def _bundles(n_heads: int, n_kv_heads: int) -> int:
+    """Workgroups a KV head's query heads are spread over, at most ATTENTION_HEADS_A_LOAD each."""
+    return ceil_div(n_heads // n_kv_heads, ATTENTION_HEADS_A_LOAD)
