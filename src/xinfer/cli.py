@@ -386,7 +386,7 @@ def _statistics(completion: Completion) -> str:
 
 def _completion_json(completion: Completion) -> dict[str, Any]:
     stats = completion.stats
-    result = {
+    result: dict[str, Any] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_token_ids": list(completion.prompt_token_ids),
