@@ -154,15 +154,17 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, seed: int) -> Path:
     """Write a checkpoint with random weights into `folder`, which is made or is empty; the same seed, the same bytes.
 
     Raises:
-        RequestError: the folder holds something already, or the vocabulary is too small for the tokenizer.
+        RequestError: the folder holds something already or cannot be written, the vocabulary is too small for the
+            tokenizer, or there are more shards than tensors.
         ConfigError: the spec is no valid config.
     """
     folder = Path(folder)
     if spec.vocab_size < MIN_VOCAB:
         raise RequestError(f"a vocabulary of {spec.vocab_size}; expected {MIN_VOCAB} or more: every byte is a token")
-    if spec.shards < 1:
-        raise RequestError(f"{spec.shards} shards; expected 1 or more")
     config = Qwen2Config.from_json(spec.config_json())
+    tensor_count = len(names.expected_shapes(config))
+    if not 1 <= spec.shards <= tensor_count:
+        raise RequestError(f"{spec.shards} shards; expected 1 to {tensor_count}, the number of tensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
