@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xinfer.sampling import Sampled
 
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+INTERNAL = 70  # EX_SOFTWARE: a fault in this program
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -232,7 +233,7 @@ def logits(
         raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
     if out.suffix != ".npy":
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
-    with _progress_bars() as progress, load_model(_resolve(model), device=device, progress=progress) as loaded:
+    with _progress_bars() as progress, closing(load_model(_resolve(model), device=device, progress=progress)) as loaded:
         values = loaded.forward(ids)  # (T, vocab_size)
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
@@ -385,7 +386,7 @@ def _statistics(completion: Completion) -> str:
 
 def _completion_json(completion: Completion) -> dict[str, Any]:
     stats = completion.stats
-    result = {
+    result: dict[str, Any] = {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_token_ids": list(completion.prompt_token_ids),
@@ -457,4 +458,10 @@ def _configure_streams(streams: Iterable[Any]) -> None:
 def main() -> None:
     """The `xinfer` command."""
     _configure_streams((sys.stdout, sys.stderr))
-    app()
+    try:
+        app()
+    except Exception as error:  # a fault of ours: whoever reports it is told how to show us where
+        if os.environ.get("XINFER_TRACEBACK"):
+            raise
+        _say(f"internal error: {type(error).__name__}: {error}\nthis is a bug; XINFER_TRACEBACK=1 shows where it is")
+        sys.exit(INTERNAL)

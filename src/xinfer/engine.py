@@ -85,7 +85,8 @@ class Engine(Generic[C]):
     def forward(self, tokens: Sequence[int], cache: C) -> NDArray[np.float32]:
         """The logits (vocab_size,) after the last of `tokens`."""
         with self._lock:
-            return self.model.forward(np.asarray(tokens, dtype=np.int64), cache, last_only=True)[0]
+            logits = self.model.forward(np.asarray(tokens, dtype=np.int64), cache, last_only=True)  # (1, vocab_size)
+        return logits.reshape(-1)
 
 
 class Session(Generic[C]):

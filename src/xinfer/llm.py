@@ -219,12 +219,16 @@ class LLM:
             max_tokens=settings.params.max_tokens,
             stop_ids=settings.stop_ids,
             timing=timing,
-            on_prefill=None if self._progress is None else _stage(self._progress, "prefill"),
+            on_prefill=self._on_prefill,
         )
         chunks = _to_text(steps, self.checkpoint.tokenizer, settings.params.stop)
         seed = settings.params.seed
         assert seed is not None
         return Stream(chunks, prompt_ids, lambda: self._stats(timing, seed), on_chunk)
+
+    def _on_prefill(self, done: int, total: int) -> None:
+        if self._progress is not None:
+            self._progress("prefill", done, total)
 
     def _stats(self, timing: Timing, seed: int) -> Stats:
         return Stats(device=self.device, seed=seed, load_seconds=self.load_seconds, **dataclasses.asdict(timing))
@@ -269,15 +273,16 @@ def load_model(folder: Path, *, device: str = "auto", progress: Progress | None 
     if device not in DEVICES:
         raise DeviceError(f"device {device!r} is not known; expected one of: {', '.join(DEVICES)}")
     weights = ModelWeights.open(folder)
+
+    def loaded(parts: int, of: int) -> None:
+        if progress is not None:
+            progress("load", weights.nbytes * parts // of, weights.nbytes)
+
     try:
-        return ReferenceModel(weights, on_load=None if progress is None else _stage(progress, "load"))
+        return ReferenceModel(weights, on_load=loaded)
     except BaseException:
         weights.close()
         raise
-
-
-def _stage(progress: Progress, stage: str) -> Callable[[int, int], None]:
-    return lambda done, total: progress(stage, done, total)
 
 
 def _to_text(steps: Iterator[Step], tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[Chunk]:

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,12 @@ from xinfer import LLM
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import PRESETS, write_checkpoint
 from xinfer.model.weights import ModelWeights
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -37,18 +43,18 @@ def run(*arguments: object, stdin: bytes = b"", status: int = 0) -> subprocess.C
 GREEDY = ("--temperature", 0, "--ignore-eos", "--max-tokens", 12)
 
 
-def test_generate_streams_the_text_to_stdout_and_statistics_to_stderr(folder: Path) -> None:
+def test_generate_streams_the_text_to_stdout_and_statistics_to_stderr(folder: Path, llm: LLM) -> None:
     result = run("generate", "--model", folder, *GREEDY, "the sea")
-    text = LLM(folder).generate("the sea", temperature=0, ignore_eos=True, max_tokens=12).text
+    text = llm.generate("the sea", temperature=0, ignore_eos=True, max_tokens=12).text
     assert result.stdout == text + ("" if text.endswith("\n") else "\n")
     assert "answer 12 tokens" in result.stderr
     assert "[cpu]" in result.stderr
 
 
-def test_generate_reads_stdin_and_prints_one_json_object(folder: Path) -> None:
+def test_generate_reads_stdin_and_prints_one_json_object(folder: Path, llm: LLM) -> None:
     result = run("generate", "--model", folder, *GREEDY, "--json", stdin="the séa".encode())
     value = json.loads(result.stdout)
-    expected = LLM(folder).generate("the séa", temperature=0, ignore_eos=True, max_tokens=12)
+    expected = llm.generate("the séa", temperature=0, ignore_eos=True, max_tokens=12)
     assert set(value) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
     assert value["text"] == expected.text
     assert tuple(value["token_ids"]) == expected.token_ids
@@ -57,8 +63,8 @@ def test_generate_reads_stdin_and_prints_one_json_object(folder: Path) -> None:
     assert value["stats"]["generated_tokens"] == 12
 
 
-def test_generate_gives_logprobs_and_honours_stop(folder: Path) -> None:
-    text = LLM(folder).generate("the sea", temperature=0, ignore_eos=True, max_tokens=12).text
+def test_generate_gives_logprobs_and_honours_stop(folder: Path, llm: LLM) -> None:
+    text = llm.generate("the sea", temperature=0, ignore_eos=True, max_tokens=12).text
     arguments = ("--model", folder, *GREEDY, "--json", "--logprobs", 2, "--stop", text[4:7], "the sea")
     value = json.loads(run("generate", *arguments).stdout)
     assert value["text"] == text[: text.index(text[4:7])]
@@ -144,10 +150,9 @@ def test_inspect_counts_what_is_in_the_file(folder: Path) -> None:
     assert "4 heads, 2 KV heads of 16" in text
 
 
-def test_explain_shows_prompt_ids_stops_and_sources(folder: Path, tmp_path: Path) -> None:
+def test_explain_shows_prompt_ids_stops_and_sources(folder: Path, llm: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Who goes there?"}]
     value = json.loads(run("explain", folder, json.dumps(messages), "--json").stdout)
-    llm = LLM(folder)
     assert value["prompt"] == llm.checkpoint.render_chat(messages)
     assert value["token_ids"] == llm.checkpoint.encode_chat(messages)
     assert {stop["id"] for stop in value["stop_ids"]} == llm.checkpoint.settings().stop_ids
@@ -160,10 +165,9 @@ def test_explain_shows_prompt_ids_stops_and_sources(folder: Path, tmp_path: Path
     assert value["prompt"] in text
 
 
-def test_chat_answers_line_by_line_and_begins_again_on_reset(folder: Path) -> None:
+def test_chat_answers_line_by_line_and_begins_again_on_reset(folder: Path, llm: LLM) -> None:
     lines = b"Who?\n/reset\nWho?\n/nope\n\n/exit\nnever\n"
     result = run("chat", "--model", folder, "--temperature", 0, "--max-tokens", 6, stdin=lines)
-    llm = LLM(folder)
     text = llm.chat("Who?", temperature=0, max_tokens=6).text
     line = text if text.endswith("\n") or not text else text + "\n"
     assert result.stdout == line * 2

@@ -1,6 +1,7 @@
 """Text in, text out, on synthetic checkpoints: compared with the pieces that LLM is made of, used by hand."""
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder)
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as opened:
+        yield opened
 
 
 def greedy_by_hand(folder: Path, prompt_ids: list[int], n: int, n_tokens: int) -> list[int]:
@@ -93,12 +95,11 @@ def test_rows_past_the_tokenizer_are_never_sampled(llm: LLM) -> None:
 
 
 def test_the_contexts_end_is_a_finish_reason(folder: Path) -> None:
-    llm = LLM(folder, context=12)
-    ids = list(range(5, 13))
-    answer = llm.generate(ids, GREEDY)
-    assert (len(answer.token_ids), answer.finish_reason) == (4, "context")
-    with pytest.raises(ContextLengthError, match="12 tokens and the context holds 12"):
-        llm.generate(list(range(12)), GREEDY)
+    with LLM(folder, context=12) as llm:
+        answer = llm.generate(list(range(5, 13)), GREEDY)
+        assert (len(answer.token_ids), answer.finish_reason) == (4, "context")
+        with pytest.raises(ContextLengthError, match="12 tokens and the context holds 12"):
+            llm.generate(list(range(12)), GREEDY)
 
 
 @pytest.mark.parametrize("context", [0, 1, -5, 10**9])
@@ -139,8 +140,7 @@ def test_a_conversation_equals_chats_with_the_whole_history_and_keeps_its_cache(
     ]
     assert talk.messages[:-1] == history
     assert llm.chat(history, GREEDY).token_ids == second.completion.token_ids
-    prompt = second.completion.stats.prompt_tokens
-    assert second.completion.stats.cached_tokens > prompt // 2
+    assert second.completion.stats.cached_tokens >= first.completion.stats.prompt_tokens
 
 
 def test_a_conversation_left_half_way_keeps_what_was_read(llm: LLM) -> None:
@@ -154,17 +154,18 @@ def test_a_conversation_left_half_way_keeps_what_was_read(llm: LLM) -> None:
 
 
 def test_a_refused_message_leaves_the_conversation_as_it_was(folder: Path) -> None:
-    talk = LLM(folder, context=128).conversation()
-    for _ in talk.send("a", GREEDY, max_tokens=3):
-        pass
-    before = list(talk.messages)
-    with pytest.raises(ContextLengthError):
-        talk.send("word " * 200, GREEDY)
-    assert talk.messages == before
-    for _ in talk.send("b", GREEDY, max_tokens=3):
-        pass
-    talk.reset()
-    assert talk.messages == []
+    with LLM(folder, context=128) as llm:
+        talk = llm.conversation()
+        for _ in talk.send("a", GREEDY, max_tokens=3):
+            pass
+        before = list(talk.messages)
+        with pytest.raises(ContextLengthError):
+            talk.send("word " * 200, GREEDY)
+        assert talk.messages == before
+        for _ in talk.send("b", GREEDY, max_tokens=3):
+            pass
+        talk.reset()
+        assert talk.messages == []
 
 
 def test_logprobs_are_the_models_own(llm: LLM, folder: Path) -> None:
@@ -187,8 +188,8 @@ def test_a_nan_in_the_weights_is_an_error_and_not_a_token(folder: Path, tmp_path
     weights["model.norm.weight"] = weights["model.norm.weight"].copy()
     weights["model.norm.weight"][0] = np.nan
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(NumericalError, match="NaN"):
-        LLM(broken).generate("x", GREEDY)
+    with LLM(broken) as llm, pytest.raises(NumericalError, match="NaN"):
+        llm.generate("x", GREEDY)
 
 
 def test_a_checkpoint_without_a_chat_template_can_still_generate(folder: Path, tmp_path: Path) -> None:
@@ -197,10 +198,10 @@ def test_a_checkpoint_without_a_chat_template_can_still_generate(folder: Path, t
     for file in folder.iterdir():
         if file.name != "tokenizer_config.json":
             (plain / file.name).write_bytes(file.read_bytes())
-    llm = LLM(plain)
-    assert llm.generate("x", GREEDY).text
-    with pytest.raises(ChatTemplateError, match="no chat template"):
-        llm.chat("hello")
+    with LLM(plain) as llm:
+        assert llm.generate("x", GREEDY).text
+        with pytest.raises(ChatTemplateError, match="no chat template"):
+            llm.chat("hello")
 
 
 def test_unknown_values_and_devices_are_named(llm: LLM, folder: Path) -> None:
@@ -214,8 +215,8 @@ def test_unknown_values_and_devices_are_named(llm: LLM, folder: Path) -> None:
 
 def test_progress_reports_loading_to_the_end(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    llm = LLM(folder, progress=lambda stage, done, total: seen.append((stage, done, total)))
-    llm.generate("x", GREEDY, max_tokens=1)
+    with LLM(folder, progress=lambda stage, done, total: seen.append((stage, done, total))) as llm:
+        llm.generate("x", GREEDY, max_tokens=1)
     assert {stage for stage, _, _ in seen} == {"load", "prefill"}
     for stage in ("load", "prefill"):
         done = [(done, total) for name, done, total in seen if name == stage]

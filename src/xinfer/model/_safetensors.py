@@ -8,6 +8,7 @@ A mapped file that somebody truncates ends the process with SIGBUS, so tensor by
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ from xinfer.model._json import open_regular, parse_json_object, shown
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS: Final = 16
+
+# The types whose size is judged here, so that the message names the tensor; the library judges all of them.
+_ITEM_BYTES: Final[Mapping[str, int]] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 
 # Windows has no positional read; there a seek and a read are held together by a lock.
 _preadv: Callable[[int, list[memoryview], int], int] | None = getattr(os, "preadv", None)
@@ -145,6 +149,8 @@ def _stored_tensor(name: str, entry: Any, where: str, data_start: int) -> Stored
     begin, end = offsets
     if begin > end:
         raise WeightsError(f"{where} places {shown(name)} at {begin} to {end}; expected an end after the begin")
+    if dtype in _ITEM_BYTES and end - begin != (size := math.prod(shape) * _ITEM_BYTES[dtype]):
+        raise WeightsError(f"{where}: {shown(name)} has {end - begin} bytes; expected {size} for {shape} of {dtype}")
     return StoredTensor(dtype, tuple(shape), data_start + begin, end - begin)
 
 

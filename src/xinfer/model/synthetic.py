@@ -6,6 +6,7 @@ They hold a small real tokenizer and a chat template as well, so that every comm
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,15 +154,17 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, seed: int) -> Path:
     """Write a checkpoint with random weights into `folder`, which is made or is empty; the same seed, the same bytes.
 
     Raises:
-        RequestError: the folder holds something already, or the vocabulary is too small for the tokenizer.
+        RequestError: the folder holds something already or cannot be written, the vocabulary is too small for the
+            tokenizer, or there are more shards than tensors.
         ConfigError: the spec is no valid config.
     """
     folder = Path(folder)
     if spec.vocab_size < MIN_VOCAB:
         raise RequestError(f"a vocabulary of {spec.vocab_size}; expected {MIN_VOCAB} or more: every byte is a token")
-    if spec.shards < 1:
-        raise RequestError(f"{spec.shards} shards; expected 1 or more")
     config = Qwen2Config.from_json(spec.config_json())
+    tensor_count = len(names.expected_shapes(config))
+    if not 1 <= spec.shards <= tensor_count:
+        raise RequestError(f"{spec.shards} shards; expected 1 to {tensor_count}, the number of tensors")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -177,22 +180,35 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, seed: int) -> Path:
 
 def random_weights(spec: SyntheticSpec, config: Qwen2Config, *, seed: int) -> dict[str, NDArray[Any]]:
     """Weights under which activations stay near 1 and the logits have a spread of about 2."""
-    generator = np.random.Generator(np.random.PCG64(seed))
+    bits = np.random.PCG64(seed)
     weights: dict[str, NDArray[Any]] = {}
     for name, shape in names.expected_shapes(config).items():
         role = names.parse(name)
         assert role is not None
-        values = generator.standard_normal(shape, dtype=np.float32)
+        values = _bell(bits, shape)
         if role.field in ("embed", "lm_head"):
-            values *= 2.0 / np.sqrt(config.hidden_size)
+            values *= 2.0 / math.sqrt(config.hidden_size)
         elif role.field.endswith("_w"):
-            values /= np.sqrt(shape[1])
+            values /= math.sqrt(shape[1])
         elif role.field.endswith("_b"):
             values *= 0.3 * (spec.k_bias_scale if role.field == "k_b" else 1.0)
         else:
-            values = 1.0 + 0.2 * values  # a norm
+            values = np.float32(1) + np.float32(0.2) * values  # a norm
         weights[name] = values.astype(_DTYPES[spec.dtype])
     return weights
+
+
+def _bell(bits: np.random.PCG64, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Values of mean 0 and spread 1, nearly normal: sums of four 16-bit numbers.
+
+    NumPy keeps the raw stream of a PCG64 stable between versions, but not what its Generator makes of it; and sums of
+    small integers are the same on every platform. So a seed gives the same checkpoint everywhere.
+    """
+    words = bits.random_raw(math.prod(shape)).astype("<u8")
+    sums = words.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int32)  # 0 to 4 * 65535
+    spread = math.sqrt(4 * (2**32 - 1) / 12)
+    values: NDArray[np.float32] = (sums - 2 * 65535).astype(np.float32) / np.float32(spread)
+    return values.reshape(shape)
 
 
 def _write_weights(folder: Path, weights: Mapping[str, NDArray[Any]], shards: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -337,10 +336,6 @@ def _check_tensor(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> li
         problems.append(f"{name} has shape {shown(stored.shape)}; expected {shape}")
     if stored.dtype not in _DTYPES:
         problems.append(f"{name} has dtype {shown(stored.dtype)}; expected one of " + ", ".join(_DTYPES))
-    elif stored.shape == shape:
-        size = math.prod(shape) * _DTYPES[stored.dtype][1].itemsize
-        if stored.nbytes != size:
-            problems.append(f"{name} has {stored.nbytes} bytes; expected {size} for {shape} of {stored.dtype}")
     return problems
 
 

@@ -1,0 +1,40 @@
+"""Fixtures for every test: synthetic checkpoints, each written once per session."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from xinfer.model.synthetic import PRESETS, SyntheticSpec, write_checkpoint
+
+CheckpointFactory = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFactory:
+    """`checkpoint("yarn")` or `checkpoint(SyntheticSpec(...), seed=3)`: the folder. It is shared: read it only."""
+    made: dict[tuple[SyntheticSpec, int], Path] = {}
+
+    def make(which: str | SyntheticSpec = "gqa", *, seed: int = 0) -> Path:
+        spec = PRESETS[which] if isinstance(which, str) else which
+        if (spec, seed) not in made:
+            folder = tmp_path_factory.mktemp(which if isinstance(which, str) else "spec")
+            made[spec, seed] = write_checkpoint(folder, spec, seed=seed)
+        return made[spec, seed]
+
+    return make
+
+
+@pytest.fixture
+def own_checkpoint(checkpoint: CheckpointFactory, tmp_path: Path) -> CheckpointFactory:
+    """As `checkpoint`, but a copy that the test may change."""
+
+    def make(which: str | SyntheticSpec = "gqa", *, seed: int = 0) -> Path:
+        folder = tmp_path / f"checkpoint-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(checkpoint(which, seed=seed), folder)
+        return folder
+
+    return make
