@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from xinfer import gpu
+from tests.gpu.op_bench import Bench
+from tools import build_shaders
+from xinfer import gpu, ops
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
@@ -115,3 +117,19 @@ def run_with_subgroups(_own_cache: None) -> Callable[..., str]:
         return result.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def shared_kernels(shared_device: Device) -> Iterator[ops.KernelSet]:
+    """The shared device's kernels; shaders whose sources changed are compiled first."""
+    build_shaders.build()
+    with ops.KernelSet(shared_device) as kernels:
+        yield kernels
+
+
+@pytest.fixture
+def bench(device: Device, shared_kernels: ops.KernelSet) -> Iterator[Bench]:
+    """A bench for single ops on the shared device."""
+    made = Bench(device, shared_kernels)
+    yield made
+    made.release()
