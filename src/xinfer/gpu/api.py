@@ -32,6 +32,7 @@ class DeviceInfo:
     device_id: int
     driver: str
     driver_version: str
+    pci: str = ""  # "0000:65:00.0", to tell two of a kind apart; "" where the driver does not say
     api_version: str
     heap_bytes: int  # the largest heap of device memory
     subgroup_size_min: int

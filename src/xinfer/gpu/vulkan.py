@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
@@ -80,6 +81,7 @@ class VulkanDevice(BufferOwner):
         families = [compute] if transfer is None else [compute, transfer]
         self.core = Core(adapter, adapter.info.features, families)
         self.families = [family.index for family in families]
+        self._recent: deque[tuple[int, weakref.ref[VulkanRecording]]] = deque(maxlen=64)
         self._trash: deque[tuple[int, int, tuple[Handle, ...]]] = deque()
         self._trash_lock = threading.Lock()
         self._queue, self._transfer_queue = self._make_queues(compute, transfer, second_clock=options.second_clock)
@@ -140,6 +142,7 @@ class VulkanDevice(BufferOwner):
         finally:
             for part in parts:
                 part.last_value = value or self._queue.submitted
+        self._recent.append((value, weakref.ref(recording)))
         return Ticket(value, recording.label)
 
     def wait(self, ticket: Ticket, timeout_s: float = 60.0) -> None:
@@ -148,9 +151,15 @@ class VulkanDevice(BufferOwner):
         if ticket.value <= self._queue.completed() or self._queue.wait(ticket.value, timeout_s):
             return
         raise DeviceError(
-            f"{ticket.label!r} has not ended after {timeout_s:.1f} s; "
+            f"{ticket.label!r} has not ended after {timeout_s:.1f} s{self._progress(ticket)}; "
             "the device may be hung, or the work too much for it"
         )
+
+    def _progress(self, ticket: Ticket) -> str:
+        """How far a submission has come, as far as its timestamps tell."""
+        recording = next((reference() for value, reference in self._recent if value == ticket.value), None)
+        label = recording.queries.last_finished() if recording else None
+        return f", the last that it finished was {label!r}" if label else ""
 
     def poll(self, ticket: Ticket) -> bool:
         """Whether `ticket` has ended."""

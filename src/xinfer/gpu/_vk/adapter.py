@@ -10,7 +10,7 @@ from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk.features import FEATURES, SUBGROUP_OPERATIONS, Version, available
 from xinfer.gpu._vk.instance import Instance, list_extensions, unpack_version
 from xinfer.gpu.api import DeviceInfo, DeviceKind
-from xinfer.gpu.native import chain
+from xinfer.gpu.native import chain, check
 
 KINDS: dict[int, DeviceKind] = {
     vk.VK_PHYSICAL_DEVICE_TYPE_DISCRETE_GPU: "discrete",
@@ -19,6 +19,15 @@ KINDS: dict[int, DeviceKind] = {
     vk.VK_PHYSICAL_DEVICE_TYPE_CPU: "cpu",
 }
 NVIDIA = 0x10DE
+MATRIX_TYPES = {
+    vk.VK_COMPONENT_TYPE_FLOAT16_KHR: "f16",
+    vk.VK_COMPONENT_TYPE_BFLOAT16_KHR: "bf16",
+    vk.VK_COMPONENT_TYPE_FLOAT32_KHR: "f32",
+    vk.VK_COMPONENT_TYPE_SINT8_KHR: "s8",
+    vk.VK_COMPONENT_TYPE_UINT8_KHR: "u8",
+    vk.VK_COMPONENT_TYPE_SINT32_KHR: "s32",
+    vk.VK_COMPONENT_TYPE_UINT32_KHR: "u32",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,27 +96,49 @@ class Adapter:
 
     def feature_structs(self, names: frozenset[str]) -> list[vk.VkStructure]:
         """The structs that switch the named features on, for a pNext chain."""
-        structs: dict[type[vk.VkStructure], vk.VkStructure] = {}
+        first = vk.VkPhysicalDeviceFeatures2()
+        structs: dict[type[vk.VkStructure], Any] = {vk.VkPhysicalDeviceFeatures: first.features}
         for feature in FEATURES:
             if feature.name in names and feature.struct:
                 struct = structs.setdefault(feature.struct, feature.struct())
                 for member in feature.members:
                     setattr(struct, member, 1)
-        return list(structs.values())
+        return [first, *[s for kind, s in structs.items() if kind is not vk.VkPhysicalDeviceFeatures]]
 
     def _features(self) -> frozenset[str]:
         """Names of the features that are there, each with all of its members."""
         listed = [f for f in FEATURES if available(f, self.extensions, self.version)]
-        structs = {f.struct: f.struct() for f in listed if f.struct}
+        structs = {f.struct: f.struct() for f in listed if f.struct and f.struct is not vk.VkPhysicalDeviceFeatures}
         query = chain(vk.VkPhysicalDeviceFeatures2(), *structs.values())
         self.instance.vk.vkGetPhysicalDeviceFeatures2(self.handle, byref(query))
+        structs[vk.VkPhysicalDeviceFeatures] = query.features
         names = {
             f.name for f in listed if not f.struct or all(getattr(structs[f.struct], member) for member in f.members)
         }
         subgroup = self.extra["subgroup"]
         if subgroup.supportedStages & vk.VK_SHADER_STAGE_COMPUTE_BIT:
             names.update(name for name, bit in SUBGROUP_OPERATIONS.items() if subgroup.supportedOperations & bit)
+        if "coop_matrix" in names:
+            names.update(self._matrix_shapes())
         return frozenset(names)
+
+    def _matrix_shapes(self) -> set[str]:
+        """The shapes that one subgroup multiplies, as in "coop_matrix.f16.f32.16x16x16": factors, sum, M x N x K."""
+        call = "vkGetPhysicalDeviceCooperativeMatrixPropertiesKHR"
+        get, count = getattr(self.instance.vk, call), c_uint32()
+        check(get(self.handle, byref(count), None), call)
+        items = (vk.VkCooperativeMatrixPropertiesKHR * count.value)()
+        for item in items:
+            item.sType = vk.VkCooperativeMatrixPropertiesKHR.S_TYPE
+        check(get(self.handle, byref(count), items), call)
+        return {
+            f"coop_matrix.{MATRIX_TYPES[item.AType]}.{MATRIX_TYPES[item.CType]}.{item.MSize}x{item.NSize}x{item.KSize}"
+            for item in items[: count.value]
+            if item.scope == vk.VK_SCOPE_SUBGROUP_KHR
+            and item.AType == item.BType
+            and item.CType == item.ResultType
+            and {item.AType, item.CType} <= MATRIX_TYPES.keys()
+        }
 
     def _more_properties(self) -> dict[str, Any]:
         structs: dict[str, Any] = {
@@ -121,6 +152,8 @@ class Adapter:
             structs["maintenance4"] = vk.VkPhysicalDeviceMaintenance4Properties()
         if self.version >= (1, 3) or "VK_EXT_subgroup_size_control" in self.extensions:
             structs["subgroup_size"] = vk.VkPhysicalDeviceSubgroupSizeControlProperties()
+        if "VK_EXT_pci_bus_info" in self.extensions:
+            structs["pci"] = vk.VkPhysicalDevicePCIBusInfoPropertiesEXT()
         query = chain(vk.VkPhysicalDeviceProperties2(), *structs.values())
         self.instance.vk.vkGetPhysicalDeviceProperties2(self.handle, byref(query))
         return structs
@@ -161,6 +194,10 @@ class Adapter:
             return "unknown", version
         return driver.driverName.decode(errors="replace"), driver.driverInfo.decode(errors="replace") or version
 
+    def _pci(self) -> str:
+        pci = self.extra.get("pci")
+        return f"{pci.pciDomain:04x}:{pci.pciBus:02x}:{pci.pciDevice:02x}.{pci.pciFunction}" if pci else ""
+
     def _max_allocation(self) -> int:
         limits = [self.extra["maintenance3"].maxMemoryAllocationSize]
         if "maintenance4" in self.extra:
@@ -181,6 +218,7 @@ class Adapter:
             device_id=self.properties.deviceID,
             driver=driver,
             driver_version=driver_version,
+            pci=self._pci(),
             api_version=".".join(map(str, self.version)),
             heap_bytes=max(local, default=0),
             subgroup_size_min=sizes.minSubgroupSize if sizes else default,

@@ -202,7 +202,7 @@ class Core:
         return buffers
 
     def begin(self, command_buffer: int | None, flags: int) -> None:
-        """Start recording into a command buffer."""
+        """Start recording into a command buffer that is fresh or has ended."""
         info = vk.VkCommandBufferBeginInfo(flags=flags)
         self.check(self.vk.vkBeginCommandBuffer(command_buffer, byref(info)), "vkBeginCommandBuffer")
 

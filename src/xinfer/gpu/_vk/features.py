@@ -22,6 +22,7 @@ class Feature:
 
 
 FEATURES = (
+    Feature("int16", None, (1, 0), vk.VkPhysicalDeviceFeatures, ("shaderInt16",)),
     Feature("storage16", None, (1, 1), vk.VkPhysicalDevice16BitStorageFeatures, ("storageBuffer16BitAccess",)),
     Feature(
         "storage8", "VK_KHR_8bit_storage", (1, 2), vk.VkPhysicalDevice8BitStorageFeatures, ("storageBuffer8BitAccess",)

@@ -152,18 +152,15 @@ class FenceQueue(Queue):
     def completed(self) -> int:
         """The highest value that has ended."""
         with self.lock:
-            while self._pending:
-                value, fence = self._pending[0]
+            for value, fence in self._pending:
                 result = self.core.vk.vkGetFenceStatus(self.core.device, fence.value)
                 if self.core.check(result, "vkGetFenceStatus") == vk.VK_NOT_READY:
                     break
                 self._seen = value
-                if self._waiters:
-                    break
-                self._pending.popleft()
-                fences = (c_uint64 * 1)(fence.value)
+            while not self._waiters and self._pending and self._pending[0][0] <= self._seen:
+                fences = (c_uint64 * 1)(self._pending[0][1].value)
                 self.core.check(self.core.vk.vkResetFences(self.core.device, 1, fences), "vkResetFences")
-                self._free.append(fence)
+                self._free.append(self._pending.popleft()[1])
             return self._seen
 
     def _wait_slice(self, value: int, timeout_ns: int) -> bool:

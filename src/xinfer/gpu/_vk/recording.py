@@ -64,6 +64,11 @@ class Queries:
         """The next segment takes a pool of its own."""
         self._used = QUERIES_A_POOL
 
+    def last_finished(self) -> str | None:
+        """The label of the last timestamp of a run that has not written all; None where that cannot be told."""
+        finished = self.read()
+        return finished[-1][0] if 0 < len(finished) < len(self.labels) else None
+
     def read(self) -> list[tuple[str, int]]:
         """(label, ticks) of the queries that the device has written."""
         results: list[Array[c_uint64]] = []

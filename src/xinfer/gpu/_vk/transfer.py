@@ -169,21 +169,32 @@ class Transfers:
         with self._lock:
             if self._open and self._open.used + len(source) > CHUNK:
                 self.kick()
-            if self._open is None:
-                chunk = self._take()
-                self._begin(chunk)
-                self._open = chunk
-            chunk = self._open
+            chunk = self._open or self._open_chunk()
             with chunk.buffer.view(chunk.used, len(source)) as view:
                 view[:] = source
             chunk.copy(self.owner, chunk.used, target)
             chunk.used += -(-len(source) // 16) * 16
 
+    def _open_chunk(self) -> Chunk:
+        chunk = self._take()
+        try:
+            self._begin(chunk)
+        except BaseException:
+            self._give(chunk)
+            raise
+        self._open = chunk
+        return chunk
+
     def _begin(self, chunk: Chunk) -> None:
         chunk.targets.clear()
         chunk.used = 0
-        self.core.begin(chunk.commands[0], vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT)
+        self._restart(chunk.commands[0])
         self.core.barrier(chunk.commands[0])
+
+    def _restart(self, commands: int | None) -> None:
+        # Reset first: an interrupt may have left it half recorded.
+        self.core.check(self.core.vk.vkResetCommandBuffer(commands, 0), "vkResetCommandBuffer")
+        self.core.begin(commands, vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT)
 
     def _submit(self, chunk: Chunk) -> None:
         """Send a chunk's copies off, behind the submitted compute work that uses their targets."""
@@ -236,7 +247,7 @@ class Transfers:
     def _read_back(self, chunk: Chunk, piece: BufferSlice, timeout_s: float) -> bytes:
         commands = chunk.commands[0]
         self._wait_for(self.compute, chunk.value, "the read before", timeout_s)
-        self.core.begin(commands, vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT)
+        self._restart(commands)
         region = vk.VkBufferCopy(srcOffset=piece.offset, dstOffset=0, size=piece.size)
         native = buffer_of(piece).native
         self.core.vk.vkCmdCopyBuffer(commands, native, chunk.buffer.native, 1, byref(region))
