@@ -34,7 +34,14 @@ class AttentionPlan:
 
 
 def plan_attention(
-    on: Recorder, cache: CacheBlocks, *, n_heads: int, n_rows: int, max_keys: int, variant: str | None = None
+    on: Recorder,
+    cache: CacheBlocks,
+    *,
+    n_heads: int,
+    n_rows: int,
+    max_keys: int,
+    variant: str | None = None,
+    n_splits: int | None = None,
 ) -> AttentionPlan:
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each."""
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
@@ -43,7 +50,8 @@ def plan_attention(
     shares = chosen.id.endswith(".decode")
     groups = n_rows * (cache.n_kv_heads * _bundles(n_heads, cache.n_kv_heads) if shares else n_heads)
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else BUSY_GROUPS
-    n_splits = min(max(busy // groups, 1), ceil_div(max_keys, BLOCK_TOKENS), ATTENTION_SPLITS_MAX)
+    if n_splits is None:
+        n_splits = min(max(busy // groups, 1), ceil_div(max_keys, BLOCK_TOKENS), ATTENTION_SPLITS_MAX)
     while attention_trips(chosen.id, head_dim=cache.head_dim, max_keys=max_keys, n_splits=n_splits) >= MAX_TRIPS:
         expect(n_splits < ATTENTION_SPLITS_MAX, f"{max_keys} keys are more than {chosen.id} can walk over")
         n_splits = min(2 * n_splits, ATTENTION_SPLITS_MAX)
