@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tests.gpu.op_bench import UNIT, Array, Bench, assert_close, random_weights, sum_tolerance
 from xinfer import ops
 from xinfer.model import reference
-from xinfer.ops.linear import gemm_candidates, gemv_candidates, gemv_layout
+from xinfer.ops._linear import gemm_candidates, gemv_candidates, gemv_layout
 from xinfer.shaders.catalog import Variant, variants
 
 GEMV = [variant for variant in variants().values() if variant.op == "linear_gemv"]

@@ -5,9 +5,9 @@ not run: what they are given must live until the recording has run. An op that r
 `recording.barrier()` between them; dispatches within an op have theirs.
 """
 
-from xinfer.ops.argmax import argmax, argmax_scratch_bytes
-from xinfer.ops.attention import AttentionPlan, attention, plan_attention
-from xinfer.ops.base import (
+from xinfer.ops._argmax import argmax, argmax_scratch_bytes
+from xinfer.ops._attention import AttentionPlan, attention, plan_attention
+from xinfer.ops._base import (
     BAD_TOKEN,
     FLAG_NOT_FINITE,
     STATE_BYTES,
@@ -22,8 +22,8 @@ from xinfer.ops.base import (
     RowState,
     row_stride,
 )
-from xinfer.ops.elementwise import add, embed, kv_append, rms_norm, rope, swiglu
-from xinfer.ops.linear import can_fuse, gate_up, linear, norm_linear
+from xinfer.ops._elementwise import add, embed, kv_append, rms_norm, rope, swiglu
+from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
 __all__ = [

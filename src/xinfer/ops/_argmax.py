@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xinfer.gpu.api import Bindable
-from xinfer.ops.base import STATE_BYTES, Recorder, Rows, ceil_div, expect
+from xinfer.ops._base import STATE_BYTES, Recorder, Rows, ceil_div, expect
 from xinfer.shaders.catalog import variants
 
 CHUNK = 2048  # logits a workgroup

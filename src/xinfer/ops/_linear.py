@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from xinfer.gpu.api import Bindable
-from xinfer.ops.base import Matrix, MatrixSlice, Recorder, Rows, ceil_div, expect, fold, span
+from xinfer.ops._base import Matrix, MatrixSlice, Recorder, Rows, ceil_div, expect, fold, span
 from xinfer.shaders.catalog import (
     GEMV_FAST,
     GEMV_PLAIN,

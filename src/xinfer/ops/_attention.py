@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xinfer.gpu.api import Bindable
-from xinfer.ops.base import MAX_TRIPS, CacheBlocks, Recorder, Rows, ceil_div, expect, span
+from xinfer.ops._base import MAX_TRIPS, CacheBlocks, Recorder, Rows, ceil_div, expect, span
 from xinfer.shaders.catalog import (
     ATTENTION_DIM_MAX,
     ATTENTION_HEADS_A_LOAD,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from xinfer.gpu.api import Bindable
-from xinfer.ops.base import CacheBlocks, Matrix, Recorder, Rows, ceil_div, expect, span
+from xinfer.ops._base import CacheBlocks, Matrix, Recorder, Rows, ceil_div, expect, span
 from xinfer.shaders.catalog import Variant, variants
 
 
