@@ -10,12 +10,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
 from tests.gpu.op_bench import Bench
 from tools import build_shaders
+
 from xinfer import gpu, ops
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import Device
@@ -73,9 +74,9 @@ def device(shared_device: Device) -> Iterator[Device]:
     no_messages(shared_device)
 
 
-@pytest.fixture
-def open_vulkan(_own_cache: None) -> Iterator[Callable[..., VulkanDevice]]:
-    """Open Vulkan devices of the test's own, with `VulkanOptions`; closed and checked afterwards."""
+@contextmanager
+def vulkan_devices() -> Iterator[Callable[..., VulkanDevice]]:
+    """A function that opens Vulkan devices with `VulkanOptions`; closed and checked afterwards."""
     devices: list[VulkanDevice] = []
 
     def open_one(options: VulkanOptions | None = None, *, debug: bool = VALIDATION) -> VulkanDevice:
@@ -88,12 +89,28 @@ def open_vulkan(_own_cache: None) -> Iterator[Callable[..., VulkanDevice]]:
         devices.append(VulkanDevice(info.index, debug=debug, options=options))
         return devices[-1]
 
-    yield open_one
-    for device in devices:
-        device.close()
+    try:
+        yield open_one
+    finally:
+        for device in devices:
+            device.close()
     for device in devices:
         no_messages(device)
         assert device.live_objects() == {}
+
+
+@pytest.fixture
+def open_vulkan(_own_cache: None) -> Iterator[Callable[..., VulkanDevice]]:
+    """Open Vulkan devices of the test's own."""
+    with vulkan_devices() as open_one:
+        yield open_one
+
+
+@pytest.fixture(scope="module")
+def open_vulkan_for_module(_own_cache: None) -> Iterator[Callable[..., VulkanDevice]]:
+    """Open Vulkan devices that the tests of a module share."""
+    with vulkan_devices() as open_one:
+        yield open_one
 
 
 @pytest.fixture

@@ -215,6 +215,8 @@ class VulkanDevice(BufferOwner):
         """Destroy these once the work in flight has ended."""
         if self.core.closed or self.core.forked:
             return
+        if self.core.lost is None:
+            self._transfers.kick()  # uploads not yet on their way may be into what goes
         with self._trash_lock:
             self._trash.append((self._queue.submitted, self._transfer_queue.submitted, handles))
         self.collect()

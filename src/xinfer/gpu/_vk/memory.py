@@ -139,6 +139,7 @@ class VulkanBuffer:
         self.kind: BufferKind = kind
         self.label = label
         self.users: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self.released = False
         self.mapped: memoryview | None = None
         self.cached = False  # the host reads it at full speed
         core = owner.core
@@ -170,11 +171,13 @@ class VulkanBuffer:
     @property
     def native(self) -> int:
         """The VkBuffer. Raises DeviceError after release."""
-        if not self.handle.value or self.released:
-            raise DeviceError(f"buffer {self.label!r} is released; it cannot be used any more")
+        self.ensure_alive()
         return self.handle.value
 
-    released = False
+    def ensure_alive(self) -> None:
+        """Raise DeviceError after release."""
+        if self.released or not self.handle.value:
+            raise DeviceError(f"buffer {self.label!r} is released; it cannot be used any more")
 
     def view(self, offset: int, size: int) -> memoryview:
         """The mapped bytes themselves. Whoever asks gives the view back before the buffer goes."""

@@ -73,6 +73,7 @@ class Transfers:
 
     def upload(self, target: BufferSlice, data: Bytes) -> None:
         """Write `data` into `target`."""
+        buffer_of(target).ensure_alive()
         source = memoryview(data).cast("B")
         if len(source) != target.size:
             raise ValueError(f"cannot upload {len(source)} bytes into {target.size} of {target.buffer.label!r}")
@@ -90,6 +91,7 @@ class Transfers:
 
     def upload_from(self, target: BufferSlice, fill: Callable[[memoryview], None]) -> None:
         """Let `fill` write the pieces of `target`, front to back."""
+        buffer_of(target).ensure_alive()
         if self._direct(target):
             self._wait_for(self.compute, self._last_use(buffer_of(target)), "the work that uses it")
             with buffer_of(target).view(target.offset, target.size) as view:
@@ -136,6 +138,7 @@ class Transfers:
     def download(self, source: BufferSlice, timeout_s: float) -> bytes:
         """Read `source` after everything submitted before."""
         buffer = buffer_of(source)
+        buffer.ensure_alive()
         self.flush(timeout_s)
         self._wait_for(self.compute, self.compute.submitted, "the work submitted before", timeout_s)
         if buffer.mapped is not None and buffer.cached:
@@ -202,7 +205,7 @@ class Transfers:
         self.core.barrier(commands)
         self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
         apart = self.queue is not self.compute
-        last = max(self._last_use(buffer_of(t)) for t in chunk.targets)
+        last = max((self._last_use(buffer_of(t)) for t in chunk.targets), default=0)
         waits = [(self.compute, last)] if apart and last > self.compute.completed() else []
         try:
             self.queue.submit(chunk.commands, waits)
