@@ -264,11 +264,16 @@ class KVCache:
         if capacity < 1:
             raise RequestError(f"a cache for {capacity} tokens was asked for: it must hold at least 1")
         self.capacity = capacity
-        self.length = 0
         self.pool = pool
+        self.ids: list[int] = []  # the tokens whose keys and values are held
         self._lease = Lease()
         # Runs wherever the last reference goes, even within the pool's own methods: it only leaves a note.
         weakref.finalize(self, pool.dropped.append, self._lease).atexit = False
+
+    @property
+    def length(self) -> int:
+        """Tokens whose keys and values are held."""
+        return len(self.ids)
 
     @property
     def sequence(self) -> int:
@@ -302,7 +307,7 @@ class KVCache:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot cut a cache of {self.length} tokens to {length}")
-        self.length = length
+        del self.ids[length:]
         self.pool.give_back(self._lease, self.pool.shape.blocks_for(length))
 
 
