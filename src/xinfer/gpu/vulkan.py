@@ -157,6 +157,8 @@ class VulkanDevice(BufferOwner):
 
     def _progress(self, ticket: Ticket) -> str:
         """How far a submission has come, as far as its timestamps tell."""
+        if self.info.kind == "cpu":  # lavapipe answers such questions only when it is idle
+            return ""
         recording = next((reference() for value, reference in self._recent if value == ticket.value), None)
         label = recording.queries.last_finished() if recording else None
         return f", the last that it finished was {label!r}" if label else ""
@@ -269,6 +271,12 @@ class VulkanDevice(BufferOwner):
             )
         except DeviceLostError:
             return True
+
+    def __del__(self) -> None:
+        core = getattr(self, "core", None)
+        if core is not None and not core.closed and not core.forked:
+            warnings.warn(f"{self.info.name} was never closed", ResourceWarning, source=self, stacklevel=1)
+            self.close()
 
     def __enter__(self) -> Self:
         """The device itself."""

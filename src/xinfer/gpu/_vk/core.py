@@ -73,6 +73,7 @@ class Core:
         self.closed = False
         self._process = os.getpid()
         self._handles: dict[int, Handle] = {}  # by identity, in the order of making
+        self._results: list[None] = []
         self._lock = threading.Lock()
         handle = c_void_p()
         info = self._create_info(families)
@@ -146,14 +147,15 @@ class Core:
 
     def destroy(self, handle: Handle) -> None:
         """Destroy an object that no work in flight uses; the second call does nothing."""
+        destroy = getattr(self.vk, DESTROY[handle.kind])
         with self._lock:
-            if self._handles.pop(id(handle), None) is None:
-                return
-        if handle.value:
-            getattr(self.vk, DESTROY[handle.kind])(self.device, handle.value, None)
-            handle.slot.value = 0
-            if handle.on_destroy:
-                handle.on_destroy()
+            if handle.value:
+                # As in `Queue._submit`: no signal is looked for between the call and the note of it.
+                self._results[:] = map(destroy, (self.device,), (handle.slot,), (None,))
+                handle.slot.value = 0
+                if handle.on_destroy:
+                    handle.on_destroy()
+            self._handles.pop(id(handle), None)
 
     def name(self, handle: Handle, label: str) -> None:
         """Give an object the name that validation and debuggers show."""
