@@ -143,7 +143,7 @@ def test_a_fill_that_fails_leaves_the_device_usable(path_device: VulkanDevice) -
 
 
 def test_a_view_is_dead_after_its_fill(path_device: VulkanDevice) -> None:
-    buffer, views = path_device.create_buffer(1 << 20)
+    buffer = path_device.create_buffer(1 << 20)
     views: list[memoryview] = []
     path_device.upload_from(buffer, views.append)
     with pytest.raises(ValueError, match="released"):

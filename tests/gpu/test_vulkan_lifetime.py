@@ -96,7 +96,7 @@ def test_a_wait_ends_in_time(open_vulkan: OpenVulkan, options: VulkanOptions) ->
     device = open_vulkan(options)
     ticket, _ = start_long_work(device, 2 * LONG[0])
     began = time.monotonic()
-    with pytest.raises(DeviceError, match="'long work' has not ended after 0.2 s; the device may be hung"):
+    with pytest.raises(DeviceError, match=r"'long work' has not ended after 0\.2 s; the device may be hung"):
         device.wait(ticket, timeout_s=0.2)
     assert 0.2 <= time.monotonic() - began < 1
     device.wait(ticket)
@@ -121,12 +121,10 @@ def test_close_gives_up_on_a_device_that_hangs(open_vulkan: OpenVulkan, monkeypa
     device = open_vulkan()
     ticket, _ = start_long_work(device)
     monkeypatch.setattr(vulkan, "CLOSE_TIMEOUT_S", 0.1)
-    real_abandon = device.core.abandon
     monkeypatch.setattr(device.core, "abandon", lambda: None)  # so that the test can still clean up
     with pytest.warns(ResourceWarning, match="still busy"):
         device.close()
     monkeypatch.undo()
-    assert real_abandon
     device.wait(ticket)
 
 
