@@ -143,12 +143,12 @@ class Pass:
             self.recording.timestamp(label)
 
     def embed(self) -> None:
-        """x = the rows' tokens."""
+        """The tokens' embeddings become x."""
         ops.embed(self.on, self.state, self.network.weights.embed, self.x)
         self.done("embed", ("embed", self.x))
 
     def layer(self, i: int, *, cache_only: bool = False) -> None:
-        """x = layer i of x. `cache_only` stops once its keys and values are in the cache: x is not used any more."""
+        """Run layer i on x. `cache_only` stops once its keys and values are cached, for when x is not used any more."""
         w = self.network.weights.layers[i]
         self._append(i, w)
         if not cache_only:
@@ -189,7 +189,7 @@ class Pass:
         self.done(f"{name}.kv_append")
 
     def _attend(self, i: int, w: DeviceLayer) -> None:
-        """x += attention @ o."""
+        """Add attention and its projection to x."""
         name = f"layers.{i}"
         ops.attention(
             self.on,
@@ -206,7 +206,7 @@ class Pass:
         self._add_product(self.attn, w.o, f"{name}.o", f"{name}.attn_residual")
 
     def _mlp(self, i: int, w: DeviceLayer) -> None:
-        """x += down(silu(gate) * up)."""
+        """Add down(silu(gate) * up) to x."""
         name, eps = f"layers.{i}", self.config.rms_norm_eps
         if self._fuses(self.x, w.gate, swiglu=True):
             norm = (w.post_ln, eps)
@@ -222,7 +222,7 @@ class Pass:
         self._add_product(self.gate, w.down, f"{name}.down", name)
 
     def _add_product(self, rows: Rows, w: ops.Matrix, product: str, total: str) -> None:
-        """x += rows @ w^T: in one op, or in two where the product itself is to be seen."""
+        """Add rows @ w^T to x: in one op, or in two where the product itself is to be seen."""
         if self.tapped:
             ops.linear(self.on, rows, w, self.h, label=product)
             self.done(product, (product, self.h))

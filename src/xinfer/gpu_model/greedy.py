@@ -20,7 +20,7 @@ class StateHolder(Protocol):
 
 
 class Answer:
-    """The likeliest tokens after one token, a step each. Several answers take turns: the state on the device is one's."""
+    """The likeliest tokens after one token, a step each. Answers take turns: the state on the device is of one only."""
 
     def __init__(
         self, holder: StateHolder, steps: Steps, token: int, cache: KVCache, *, limit: int, n_valid: int

@@ -67,9 +67,10 @@ class MemoryPlan:
             else "no context would fit: use a smaller model, another device, or --device cpu"
         )
         raise OutOfMemoryError(
-            f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are needed: "
-            f"{_size(self.layout.nbytes)} for the weights, {_size(self.cache(asked))} for a KV cache of {asked:,} tokens "
-            f"and {_size(self.workspace)} to work in; {_size(needed - status.free)} are missing; {advice}",
+            f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are "
+            f"needed: {_size(self.layout.nbytes)} for the weights, {_size(self.cache(asked))} for a KV cache of "
+            f"{asked:,} tokens and {_size(self.workspace)} to work in; {_size(needed - status.free)} are missing; "
+            f"{advice}",
             needed=needed,
             free=status.free,
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import TracebackType
 from typing import Literal, NoReturn, Self
 
@@ -129,13 +130,16 @@ class QwenModel:
                 cache.truncate(start)
                 raise
 
-    def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Iterator[int]:
+    def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
         """The likeliest next token after `token`, the one after that, and so on, `limit` of them.
 
         `token`, and then each token but the last one yielded, is in the cache when a token is yielded. Steps are queued
         ahead of the reading; when the iterator is dropped, what they left behind the cache's length is overwritten.
 
         Args:
+            token: what stands behind the cache.
+            cache: what came before; it grows by a token a step.
+            limit: tokens at most.
             n_valid: ids from here on are never chosen; None allows the whole vocabulary.
 
         Raises:
@@ -170,7 +174,7 @@ class QwenModel:
                 stamps = self.device.timestamps(recording)
             finally:
                 recording.release()
-        return [(label, end - begin) for (_, begin), (label, end) in zip(stamps, stamps[1:], strict=False)]
+        return [(label, end - begin) for (_, begin), (label, end) in itertools.pairwise(stamps)]
 
     def close(self) -> None:
         """Give everything back to the device; may be called twice."""
@@ -215,8 +219,8 @@ class QwenModel:
         layer, _, op = where.rpartition(".")
         place = f"op {op} of layer {layer.removeprefix('layers.')}" if layer else f"op {op}"
         raise NumericalError(
-            f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; the weights may be "
-            "damaged, or the device computed wrongly: try device='cpu'"
+            f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; the weights may "
+            "be damaged, or the device computed wrongly: try device='cpu'"
         )
 
     def _extend(self, ids: list[int], cache: KVCache) -> None:

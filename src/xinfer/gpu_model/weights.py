@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer.gpu.api import Buffer, BufferSlice, Device, DeviceInfo
-from xinfer.model.config import Qwen2Config
 from xinfer.model.names import LayerWeights, global_tensor_name, layer_shapes, layer_tensor_name
 from xinfer.model.reference import round_weights, to_float32
 from xinfer.model.weights import ModelWeights
@@ -145,7 +144,8 @@ class WeightsLayout:
 def _placed(name: str, shape: tuple[int, ...], form: Format, offset: int) -> Place:
     if len(shape) == 1:
         return Place(name, offset, 1, shape[0], 4 * shape[0], "f32")
-    return Place(name, offset, *shape, row_stride(shape[1], form), form)
+    rows, columns = shape
+    return Place(name, offset, rows, columns, row_stride(columns, form), form)
 
 
 class DeviceWeights:
@@ -181,7 +181,7 @@ class DeviceWeights:
         self.norm = _vector(table, layout.table.places[1:])
         self.head = self.embed if head is None or layout.head is None else _matrix(info, head, layout.head.places)
         self.layers = tuple(
-            _device_layer(info, buffer, part, layout.config, i)
+            _device_layer(info, buffer, part, i)
             for i, (buffer, part) in enumerate(zip(layers, layout.layers, strict=True))
         )
 
@@ -191,11 +191,9 @@ class DeviceWeights:
             buffer.release()
 
 
-def _device_layer(info: DeviceInfo, buffer: Buffer, layout: Layout, config: Qwen2Config, i: int) -> DeviceLayer:
+def _device_layer(info: DeviceInfo, buffer: Buffer, layout: Layout, i: int) -> DeviceLayer:
     place = {place.name: place for place in layout.places}
-    of = LayerWeights(
-        **{field.name: place[layer_tensor_name(i, field.name)] for field in fields(LayerWeights)}
-    )
+    of = LayerWeights(**{field.name: place[layer_tensor_name(i, field.name)] for field in fields(LayerWeights)})
     return DeviceLayer(
         input_ln=_vector(buffer, [of.input_ln]),
         qkv=_matrix(info, buffer, [of.q_w, of.k_w, of.v_w]),
