@@ -24,6 +24,7 @@ from xinfer.ops._base import (
 )
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
 from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
+from xinfer.ops._packed import PackedRows, can_pack, linear_packed, pack_rows, packed_bytes
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "KernelSet",
     "Matrix",
     "MatrixSlice",
+    "PackedRows",
     "Recorder",
     "RowState",
     "Rows",
@@ -46,12 +48,16 @@ __all__ = [
     "argmax_scratch_bytes",
     "attention",
     "can_fuse",
+    "can_pack",
     "can_rope_append",
     "embed",
     "gate_up",
     "kv_append",
     "linear",
+    "linear_packed",
     "norm_linear",
+    "pack_rows",
+    "packed_bytes",
     "plan_attention",
     "rms_norm",
     "rope",

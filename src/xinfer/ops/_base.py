@@ -175,6 +175,10 @@ class KernelSet:
     def usable(self, variant_id: str) -> bool:
         """Whether the device can run a variant, and nobody forbade it."""
         variant, info = variants()[variant_id], self.device.info
+        if variant.subgroup_size is not None and variant.subgroup_size != info.subgroup_size_default:
+            within = info.subgroup_size_min <= variant.subgroup_size <= info.subgroup_size_max
+            if not within or "subgroup_size_control" not in info.features:
+                return False
         return (
             variant_id not in self.quarantine
             and variant.needs <= info.features
@@ -199,8 +203,8 @@ class KernelSet:
             if variant.id not in self._kernels:
                 code = shaders.load(variant.id)
                 info = self.device.info
-                if "subgroup_arithmetic" in variant.needs and "subgroup_size_control" in info.features:
-                    # A set of lanes is made of whole waves: ask for full ones.
+                if code.subgroup_size is None and "subgroup_arithmetic" in variant.needs:
+                    # A set of lanes is made of whole waves: naming a size asks for full ones.
                     code = dataclasses.replace(code, subgroup_size=info.subgroup_size_default)
                 self._kernels[variant.id] = self.device.create_kernel(code)
             return self._kernels[variant.id]

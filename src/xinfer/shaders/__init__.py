@@ -82,5 +82,6 @@ def load(variant_id: str, *, binaries: Path = BINARIES) -> KernelCode:
         n_buffers=variant.n_buffers,
         n_constants=variant.n_constants,
         workgroup=variant.workgroup,
+        subgroup_size=variant.subgroup_size,
         needs=variant.needs,
     )

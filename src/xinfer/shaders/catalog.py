@@ -9,6 +9,7 @@ with the compiled SPIR-V. This module imports nothing outside the standard libra
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ FORMATS = {"f32": 0, "f16": 1, "bf16": 2}  # as common.hlsli has them
 FORMAT_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 LOAD_BYTES = 16  # one load of weights
 SPIRV_1_3 = "spirv_1_3"  # what Vulkan 1.1 guarantees
+SPIRV_1_5 = "spirv_1_5"
 
 # What common.hlsli calls STATE_WORDS and BLOCK_TOKENS, and attention's limits; a test compares them.
 STATE_WORDS = 8
@@ -26,7 +28,11 @@ ATTENTION_SPLITS_MAX = 256
 ATTENTION_HEADS_A_LOAD = 8
 ATTENTION_QUERIES = 32  # rows of a workgroup of the prefill variants
 
+PACKED_ROWS = 128  # packed activations have a multiple of so many rows,
+PACKED_COLUMNS = 32  # and of so many columns
+
 WAVE_NEEDS = frozenset({"subgroup_arithmetic"})
+MATRIX_CORE_NEEDS = frozenset({"coop_matrix", "memory_model", "float16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,7 @@ class Variant:
     shared_bytes: int  # groupshared memory of a workgroup
     needs: frozenset[str] = frozenset()  # names out of DeviceInfo.features
     profile: str = SPIRV_1_3
+    subgroup_size: int | None = None  # the one it is written for; None: any
 
     @property
     def n_buffers(self) -> int:
@@ -272,6 +279,52 @@ def _linear_gemm() -> Iterator[Variant]:
             )
 
 
+COOP_CONSTANTS = (
+    *("rows", "row_loads", "x_rows", "x_loads", "low_offset"),
+    *("y_stride", "y_offset", "bias_offset", "flags"),
+)
+
+
+def coop_id(weight_format: str, tile_m: int, *, split: bool) -> str:
+    """The id of a matrix-core GEMM; split: the accurate form."""
+    return f"linear_gemm.{weight_format}.coop{tile_m}.{'split' if split else 'half'}"
+
+
+def _linear_coop() -> Iterator[Variant]:
+    for name, (tile_m, waves_m), split in itertools.product(("f16", "bf16"), ((64, 2), (128, 4)), (0, 1)):
+        yield Variant(
+            id=coop_id(name, tile_m, split=bool(split)),
+            op="linear_gemm",
+            source="linear_gemm_coop.slang",
+            defines=(
+                *(("FORMAT", FORMATS[name]), ("WAVE", 1), ("EMULATE", 0), ("SPLIT", split)),
+                *(("TILE_M", tile_m), ("TILE_N", 128), ("WAVES_M", waves_m)),
+            ),
+            buffers=("scales", "halves", "w", "bias", "y"),
+            constants=COOP_CONSTANTS,
+            workgroup=(256, 1, 1),
+            shared_bytes=16 * 5 * ((1 + split) * tile_m + 128) + 4 * 8 * 256,
+            needs=MATRIX_CORE_NEEDS,
+            profile=SPIRV_1_5,
+            subgroup_size=32,
+        )
+
+
+def _pack_rows() -> Iterator[Variant]:
+    for name, wave in (("plain", 0), ("wave", 1)):
+        yield Variant(
+            id=f"pack_rows.{name}",
+            op="pack_rows",
+            source="pack_rows.hlsl",
+            defines=(("GROUP", 128), ("WAVE", wave)),
+            buffers=("x", "scales", "halves"),
+            constants=("width", "x_rows", "x_stride", "x_offset", "row_loads", "low_offset"),
+            workgroup=(128, 1, 1),
+            shared_bytes=4 * 128,
+            needs=WAVE_NEEDS if wave else frozenset(),
+        )
+
+
 # --- attention and argmax ---------------------------------------------------------------------------------------------
 
 ATTENTION_CONSTANTS = (
@@ -340,7 +393,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _attention, _argmax),
+        *(_linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}

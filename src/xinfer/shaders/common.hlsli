@@ -137,26 +137,35 @@ uint wave_count() { return spirv_asm { OpLoad $$uint result builtin(NumSubgroups
 #ifdef GROUP_REDUCTIONS
 groupshared float reduction[GROUP];
 
-// The sum of every lane's value, in every lane. All lanes of the workgroup call it.
-float group_sum(float value, uint lane) {
+// Puts every lane's value together with OPERATOR, in every lane. All lanes of the workgroup call it.
 #if WAVE
-    value = WaveActiveSum(value);
-    if (WaveIsFirstLane()) reduction[wave_index()] = value;
-    GroupMemoryBarrierWithGroupSync();
-    float total = 0.0;
-    for (uint wave = 0; wave < wave_count(); wave++) total += reduction[wave];
-#else
-    reduction[lane] = value;
-    for (uint step = GROUP / 2; step > 0; step /= 2) {
-        GroupMemoryBarrierWithGroupSync();
-        if (lane < step) reduction[lane] += reduction[lane + step];
+#define REDUCE(NAME, WAVE_OPERATION, OPERATOR)                                              \
+    float NAME(float value, uint lane) {                                                    \
+        value = WAVE_OPERATION(value);                                                      \
+        if (WaveIsFirstLane()) reduction[wave_index()] = value;                             \
+        GroupMemoryBarrierWithGroupSync();                                                  \
+        float total = reduction[0];                                                         \
+        for (uint wave = 1; wave < wave_count(); wave++) total = OPERATOR(total, reduction[wave]); \
+        GroupMemoryBarrierWithGroupSync(); /* the next call may write again */              \
+        return total;                                                                       \
     }
-    GroupMemoryBarrierWithGroupSync();
-    float total = reduction[0];
+#else
+#define REDUCE(NAME, WAVE_OPERATION, OPERATOR)                                              \
+    float NAME(float value, uint lane) {                                                    \
+        reduction[lane] = value;                                                            \
+        for (uint step = GROUP / 2; step > 0; step /= 2) {                                  \
+            GroupMemoryBarrierWithGroupSync();                                              \
+            if (lane < step) reduction[lane] = OPERATOR(reduction[lane], reduction[lane + step]); \
+        }                                                                                   \
+        GroupMemoryBarrierWithGroupSync();                                                  \
+        float total = reduction[0];                                                         \
+        GroupMemoryBarrierWithGroupSync(); /* the next call may write again */              \
+        return total;                                                                       \
+    }
 #endif
-    GroupMemoryBarrierWithGroupSync();  // the next call may write again
-    return total;
-}
+#define PLUS(A, B) ((A) + (B))
+REDUCE(group_sum, WaveActiveSum, PLUS)
+REDUCE(group_max, WaveActiveMax, max)
 #endif
 
 #endif
