@@ -102,6 +102,21 @@ def test_a_wait_ends_in_time(open_vulkan: OpenVulkan, options: VulkanOptions) ->
     device.wait(ticket)
 
 
+@CLOCKS
+def test_a_wait_may_spin(open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch, options: VulkanOptions) -> None:
+    device = open_vulkan(options)
+    ticket, _ = start_long_work(device, 200)
+    with monkeypatch.context() as patch:
+        patch.setattr(device._queue, "_wait_slice", lambda *_: pytest.fail("it slept"))
+        device.wait(ticket, spin_s=30)
+    ticket, _ = start_long_work(device)
+    began = time.monotonic()
+    with pytest.raises(DeviceError, match="has not ended"):
+        device.wait(ticket, timeout_s=0.2, spin_s=30)
+    assert time.monotonic() - began < 1
+    device.wait(ticket, spin_s=0.01)
+
+
 def test_a_timeout_says_how_far_the_work_came(open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch) -> None:
     device = open_vulkan()
     ticket, items = start_long_work(device, 1)

@@ -205,8 +205,12 @@ class Device(Protocol):
     def submit(self, recording: Recording, segments: Sequence[str] | None = None) -> Ticket:
         """Queue a finished recording, or some of its segments; uploads made before come first."""
 
-    def wait(self, ticket: Ticket, timeout_s: float = 60.0) -> None:
-        """Block until `ticket` has ended. Raises DeviceError after `timeout_s`, DeviceLostError with the device."""
+    def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
+        """Block until `ticket` has ended. Raises DeviceError after `timeout_s`, DeviceLostError with the device.
+
+        For the first `spin_s` it asks again and again rather than sleep: a core is busy, and the answer comes sooner
+        (by about 70 us with NVIDIA's driver).
+        """
 
     def poll(self, ticket: Ticket) -> bool:
         """Whether `ticket` has ended."""

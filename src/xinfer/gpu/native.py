@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
 
@@ -111,6 +113,11 @@ def chain(first: vk.VkStructure, *rest: vk.VkStructure) -> vk.VkStructure:
 def strings(names: list[str]) -> Any:
     """`const char* const*` from Python strings."""
     return (ctypes.c_char_p * len(names))(*[name.encode() for name in names])
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """`target[:] = source`, with the interpreter lock released, so that several threads can copy at once."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 def memory_at(address: int, size: int) -> memoryview:

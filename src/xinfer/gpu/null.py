@@ -242,7 +242,7 @@ class NullDevice:
         self.submitted.append((recording, names))
         return Ticket(len(self.submitted), recording.label)
 
-    def wait(self, ticket: Ticket, timeout_s: float = 60.0) -> None:
+    def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
         """Nothing: everything has ended."""
         self._ensure_open()
 

@@ -145,10 +145,10 @@ class VulkanDevice(BufferOwner):
         self._recent.append((value, weakref.ref(recording)))
         return Ticket(value, recording.label)
 
-    def wait(self, ticket: Ticket, timeout_s: float = 60.0) -> None:
-        """Block until `ticket` has ended. Raises DeviceError after `timeout_s`, DeviceLostError with the device."""
+    def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
+        """Block until `ticket` has ended; see `api.Device.wait`. Raises DeviceError after `timeout_s`."""
         self.core.ensure_usable()
-        if ticket.value <= self._queue.completed() or self._queue.wait(ticket.value, timeout_s):
+        if self._queue.spin(ticket.value, min(spin_s, timeout_s)) or self._queue.wait(ticket.value, timeout_s):
             return
         raise DeviceError(
             f"{ticket.label!r} has not ended after {timeout_s:.1f} s{self._progress(ticket)}; "

@@ -39,6 +39,14 @@ class Queue:
         """The highest value that has ended."""
         raise NotImplementedError
 
+    def spin(self, value: int, spin_s: float) -> bool:
+        """Ask until `value` has ended or the time is up, at least once."""
+        deadline = time.perf_counter() + spin_s
+        while self.completed() < value:
+            if time.perf_counter() >= deadline:
+                return False
+        return True
+
     def _wait_slice(self, value: int, timeout_ns: int) -> bool:
         raise NotImplementedError
 

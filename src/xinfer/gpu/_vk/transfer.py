@@ -18,6 +18,7 @@ from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu._vk.recording import Segment
 from xinfer.gpu.api import BufferSlice, Bytes
+from xinfer.gpu.native import copy_bytes
 
 CHUNK = 16 << 20
 CHUNKS = 4
@@ -84,7 +85,7 @@ class Transfers:
 
         def fill(piece: memoryview) -> None:
             nonlocal done
-            piece[:] = source[done : done + len(piece)]
+            copy_bytes(piece, source[done : done + len(piece)])
             done += len(piece)
 
         self.upload_from(target, fill)
@@ -144,14 +145,14 @@ class Transfers:
         if buffer.mapped is not None and buffer.cached:
             with buffer.view(source.offset, source.size) as view:
                 return bytes(view)
-        result = bytearray()
+        pieces = []
         with self._lock:
             if self._back is None:
                 self._back = Chunk(self.owner, self.compute, "readback staging", readback=True)
             for start in range(0, source.size, CHUNK):
                 piece = source[start : min(start + CHUNK, source.size)]
-                result += self._read_back(self._back, piece, timeout_s)
-        return bytes(result)
+                pieces.append(self._read_back(self._back, piece, timeout_s))
+        return b"".join(pieces)
 
     def release(self) -> None:
         """Give the staging memory back."""
