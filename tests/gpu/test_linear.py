@@ -18,7 +18,7 @@ GEMV = [variant for variant in variants().values() if variant.op == "linear_gemv
 PRODUCTS = [v for v in GEMV if not v.define("SWIGLU") and not v.define("NORM")]
 NORMED = [v for v in GEMV if v.define("NORM") and not v.define("SWIGLU")]
 GATED = [v for v in GEMV if v.define("SWIGLU")]
-GEMM = [variant for variant in variants().values() if variant.op == "linear_gemm"]
+GEMM = [variant for variant in variants().values() if variant.source == "linear_gemm.hlsl"]
 EPS = 1e-6
 
 
@@ -176,9 +176,12 @@ def test_vocabulary_needs_two_dimensions(bench: Bench) -> None:
 def test_rule_of_the_layout() -> None:
     """Qwen2's own matrices; loads are 16 bytes, so columns / 8."""
     assert gemv_layout(896, 4864 // 8, 1) == (128, 1)  # 0.5B down: few long rows
-    assert gemv_layout(3584, 18944 // 8, 1) == (32, 1)  # 7B down: rows enough
-    assert gemv_layout(2 * 4864, 896 // 8, 1) == (32, 2)  # 0.5B gate and up
-    assert gemv_layout(151_936, 896 // 8, 1) == (32, 4)  # 0.5B head: many short rows
+    assert gemv_layout(3584, 18_944 // 8, 1) == (32, 1)  # 7B down: rows enough
+    assert gemv_layout(896, 896 // 8, 1) == (32, 1)  # 0.5B o: neither long nor many
+    assert gemv_layout(1152, 896 // 8, 1, norm=True) == (32, 1)  # 0.5B qkv
+    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (32, 2)  # 7B qkv
+    assert gemv_layout(4864, 896 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 0.5B gate and up
+    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (32, 4)  # 0.5B head: many short rows
     assert gemv_layout(151_936, 896 // 8, 4) == (32, 2)
 
 

@@ -133,7 +133,7 @@ def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = Fa
         for shape in GEMV_FAST
         if vector and w.format != "f32" and x.n <= shape.t_max and (shape.norm, shape.swiglu) == (norm, swiglu)
     ]
-    wanted_lanes, wanted_rows = gemv_layout(w.rows * (2 if swiglu else 1), w.columns // w.values_per_load, x.n)
+    wanted_lanes, wanted_rows = gemv_layout(w.rows, w.columns // w.values_per_load, x.n, norm=norm, swiglu=swiglu)
 
     def distance(shape: GemvShape) -> tuple[int, bool, int, int]:
         return (
@@ -145,17 +145,19 @@ def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = Fa
     return [gemv_id(w.format, shape) for shape in (*sorted(fitting, key=distance), *plain)]
 
 
-def gemv_layout(rows: int, loads: int, x_rows: int) -> tuple[int, int]:
-    """(lanes of a set, rows a set walks over) that a matrix of `rows` rows of `loads` 16-byte loads should have."""
-    if rows * 32 < BUSY_LANES and loads >= 4 * 32:
+def gemv_layout(rows: int, loads: int, x_rows: int, *, norm: bool = False, swiglu: bool = False) -> tuple[int, int]:
+    """(lanes of a set, rows a set walks over) for a matrix, or a pair, of `rows` rows of `loads` 16-byte loads."""
+    lanes = rows * 32 * (2 if swiglu else 1)  # with a row a set of 32
+    if lanes < BUSY_LANES and loads >= 4 * 32 and not norm and not swiglu:
         return 128, 1
     if x_rows > 1:
         return 32, 2
-    loads_a_lane = loads / 32
     for rows_per_set in (4, 2):
-        if rows * 32 / rows_per_set >= BUSY_LANES and loads_a_lane * rows_per_set <= 16:
+        if lanes / rows_per_set >= BUSY_LANES and loads / 32 * rows_per_set <= 16:
             return 32, rows_per_set
-    return 32, 1
+    # The norm's weight is read beside x, from the first-level cache: rows that share both relieve it.
+    shares = norm and lanes >= BUSY_LANES
+    return 32, 2 if shares else 1
 
 
 def gemv_rows(variant: Variant) -> int:

@@ -194,10 +194,11 @@ class GemvShape:
 
 
 GEMV_PLAIN = GemvShape(t_max=8, set_lanes=16, rows_per_set=1, loads=1, wave=False, vector_x=False, group=64)
-# For one row of activations: from many short rows of weights to few long ones.
+# For one row of activations: from many short rows of weights to few long ones. Five loads of 128 lanes walk over the
+# 4,864 columns of the 0.5B's down projection at once.
 GEMV_ONE = tuple(
     GemvShape(t_max=1, set_lanes=lanes, rows_per_set=rows, loads=loads)
-    for lanes, rows, loads in ((32, 1, 4), (32, 2, 4), (32, 4, 2), (128, 1, 4))
+    for lanes, rows, loads in ((32, 1, 4), (32, 2, 4), (32, 4, 2), (128, 1, 5))
 )
 GEMV_ONE_NORM = tuple(
     GemvShape(t_max=1, set_lanes=lanes, rows_per_set=rows, loads=loads, norm=True)
