@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -67,6 +68,13 @@ def stale(binaries: Path = BINARIES, *, force: bool = False) -> list[Variant]:
     return result
 
 
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole or not at all: another process may be building, or loading, at the same time."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    temporary.replace(path)
+
+
 def build(binaries: Path = BINARIES, *, force: bool = False) -> int:
     """Bring `binaries` up to date; returns how many shaders were compiled."""
     todo = stale(binaries, force=force)
@@ -80,13 +88,13 @@ def build(binaries: Path = BINARIES, *, force: bool = False) -> int:
     entries = {name: entry for name, entry in manifest["variants"].items() if name in variants()}
     for variant in todo:
         code = compile_variant(variant)
-        (binaries / f"{variant.id}.spv").write_bytes(code)
+        _replace(binaries / f"{variant.id}.spv", code)
         entries[variant.id] = {"source": source_hash(variant), "spirv": hashlib.sha256(code).hexdigest()}
     for path in binaries.glob("*.spv"):
         if path.stem not in entries:
             path.unlink()
     text = json.dumps({"compiler": compiler, "variants": dict(sorted(entries.items()))}, indent=1)
-    (binaries / MANIFEST).write_text(text + "\n")
+    _replace(binaries / MANIFEST, text.encode() + b"\n")
     return len(todo)
 
 

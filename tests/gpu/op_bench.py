@@ -6,6 +6,7 @@ behind them, so that reading too far shows. Tolerances are computed, not chosen:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,11 +27,11 @@ DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtype
 
 
 def sum_tolerance(n: int, magnitude: Array) -> Array:
-    """Bound on the difference of two float32 sums of n products in different orders; `magnitude` is the sum of |products|.
+    """Bound on the difference of two float32 sums of n products in different orders; magnitude: the sum of |products|.
 
-    Each partial sum is rounded by at most UNIT of its size, so the worst case is n * UNIT * magnitude; roundings are not
-    aligned, so sqrt(n) of them count (Higham, Accuracy and Stability, 4.2), with a few more for what comes before and
-    behind, and twice, since both sides round.
+    Each partial sum is rounded by at most UNIT of its size, so the worst case is n * UNIT * magnitude; roundings are
+    not aligned, so sqrt(n) of them count (Higham, Accuracy and Stability, 4.2), with a few more for what comes before
+    and behind, and twice, since both sides round.
     """
     return np.asarray(2 * UNIT * (np.sqrt(n) + 8) * magnitude, np.float32)
 
@@ -93,7 +94,7 @@ class Bench:
         return ops.Rows(place=self.put(flat), n=n, width=width, stride=stride, offset=offset)
 
     def put_matrix(self, weights: NDArray[Any], weight_format: ops.Format, *, slices: int = 1) -> ops.Matrix:
-        """Upload a matrix (rows, columns) that is representable in the format, in row slices, each in its own buffer."""
+        """Upload a matrix (rows, columns) of values that the format has, in row slices, each in its own buffer."""
         n_rows, columns = weights.shape
         stride = ops.row_stride(columns, weight_format)
         stored = np.zeros((n_rows, stride // np.dtype(DTYPES[weight_format]).itemsize), DTYPES[weight_format])
@@ -101,7 +102,7 @@ class Bench:
         bounds = np.linspace(0, n_rows, slices + 1).astype(int)
         parts = tuple(
             ops.MatrixSlice(self.put(stored[first:last]), int(first), int(last - first))
-            for first, last in zip(bounds[:-1], bounds[1:], strict=True)
+            for first, last in itertools.pairwise(bounds)
         )
         return ops.Matrix(rows=n_rows, columns=columns, format=weight_format, row_stride=stride, slices=parts)
 
@@ -121,11 +122,11 @@ class Bench:
         """The rows of a step."""
         return self.put(np.frombuffer(b"".join(row.pack() for row in rows), np.uint32))
 
-    def run(self, record: Callable[[ops.Recorder], None]) -> None:
-        """Record, submit, wait; the validation layers must stay silent."""
+    def run(self, op: Callable[..., None], *arguments: Any, **options: Any) -> None:
+        """Record `op(recorder, ...)`, submit, wait; the validation layers must stay silent."""
         recording = self.device.create_recording("test")
         try:
-            record(ops.Recorder(recording, self.kernels))
+            op(ops.Recorder(recording, self.kernels), *arguments, **options)
             recording.finish()
             self.device.wait(self.device.submit(recording))
         finally:
@@ -169,4 +170,3 @@ def cache_array(blocks: NDArray[Any], table: NDArray[np.uint32], sequence: int, 
     own = blocks[table[sequence]]  # (blocks, n_kv_heads, BLOCK_TOKENS, head_dim)
     flat = own.transpose(0, 2, 1, 3).reshape(-1, blocks.shape[1], blocks.shape[3])
     return np.asarray(flat[:n_keys], np.float32)
-

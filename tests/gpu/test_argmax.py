@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from tests.gpu.op_bench import Array, Bench, Output
+
 from xinfer import ops
 
 RING = 4

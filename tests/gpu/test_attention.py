@@ -7,10 +7,11 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
 from tests.gpu.op_bench import DTYPES, UNIT, Array, Bench, assert_close, cache_array
+
 from xinfer import ops
 from xinfer.model import reference
+from xinfer.ops._attention import attention_candidates
 from xinfer.shaders.catalog import Variant, variants
 
 VARIANTS = [v for v in variants().values() if v.op == "attention" and v.id != "attention.combine"]
@@ -90,33 +91,51 @@ class Case:
         return np.asarray(2 * relative * mixed, np.float32)
 
 
-def check(
+def run(
     bench: Bench, case: Case, *, variant: str | None = None, window: int | None = None, n_splits: int | None = None
-) -> ops.AttentionPlan:
+) -> Array:
+    """The device's result, (T, heads * head_dim)."""
     state, q, cache = case.put(bench)
     out = bench.out(len(case.places), q.width + 5)
-    plans: list[ops.AttentionPlan] = []
 
     def record(on: ops.Recorder) -> None:
         longest = case.table.shape[1] * ops.BLOCK_TOKENS
         plan = ops.plan_attention(
             *(on, cache), n_heads=case.heads[0], n_rows=q.n, max_keys=longest, variant=variant, n_splits=n_splits
         )
-        plans.append(plan)
+        assert n_splits is None or plan.n_splits == n_splits
         scratch = bench.out(plan.scratch_bytes // 4).place if plan.scratch_bytes else None
         target = out.rows().columns(5, q.width)
         ops.attention(on, plan, state, q, cache, target, window=window, scratch=scratch, label="attn")
 
     bench.run(record)
-    expected, tolerance = case.expected(window)
     found = out.read()
-    assert_close(found[:, 5:], expected, tolerance)
     assert np.isnan(found[:, :5]).all()
-    return plans[0]
+    return np.asarray(found[:, 5:])
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.id)
-@pytest.mark.parametrize("head_dim", [32, 48, 64, 80, 96, 128])
+def check(
+    bench: Bench, case: Case, *, variant: str | None = None, window: int | None = None, n_splits: int | None = None
+) -> None:
+    assert_close(run(bench, case, variant=variant, window=window, n_splits=n_splits), *case.expected(window))
+
+
+def first_choice(bench: Bench, case: Case) -> str:
+    _, q, cache = case.put(bench)
+    candidates = attention_candidates(cache, q.n)
+    return bench.kernels.first_usable(candidates).id
+
+
+def takes(variant: Variant, head_dim: int) -> bool:
+    """Whether a variant has room for heads so large."""
+    return head_dim <= dict(variant.defines).get("DIM_MAX", 256)
+
+
+@pytest.mark.parametrize(
+    ("variant", "head_dim"),
+    [(v, dim) for v in VARIANTS for dim in (32, 48, 64, 80, 96, 128) if takes(v, dim)],
+    ids=lambda value: value.id if isinstance(value, Variant) else str(value),
+)
 def test_head_dims(bench: Bench, variant: Variant, head_dim: int) -> None:
     case = Case([(0, 100), (1, 40)], heads=(6, 2), head_dim=head_dim, cache_format=format_of(variant))
     check(bench, case, variant=variant.id)
@@ -126,7 +145,9 @@ def test_head_dims(bench: Bench, variant: Variant, head_dim: int) -> None:
 def test_lengths(bench: Bench, variant: Variant) -> None:
     """1 to 2,049 keys, around the borders of blocks, tiles and splits; every row its own length."""
     ends = [0, 30, 31, 32, 63, 64, 127, 128, 129, 2048]
-    case = Case([(i % 2, end) for i, end in enumerate(ends)], heads=(4, 2), head_dim=32, cache_format=format_of(variant))
+    case = Case(
+        [(i % 2, end) for i, end in enumerate(ends)], heads=(4, 2), head_dim=32, cache_format=format_of(variant)
+    )
     for n_splits in (1, 3, 256):
         check(bench, case, variant=variant.id, n_splits=n_splits)
 
@@ -164,40 +185,62 @@ def test_padding_rows_are_zero(bench: Bench, variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.id)
-def test_a_matching_key_gives_its_value_exactly(bench: Bench, variant: Variant) -> None:
+@pytest.mark.parametrize("key", [0, 31, 32, 64, 99])
+def test_a_matching_key_gives_its_value_exactly(bench: Bench, variant: Variant, key: int) -> None:
     """Queries that fit one key alone: the result is that key's value, bit for bit, from the right head and block."""
-    case = Case([(0, 99)], heads=(4, 2), head_dim=128, cache_format=format_of(variant))
-    for key in (0, 31, 32, 64, 99):
-        case.k[...] = 0
-        case.q[...] = 0
-        for kv_head in range(2):
-            block, token = case.table[0, key // ops.BLOCK_TOKENS], key % ops.BLOCK_TOKENS
-            case.k[block, kv_head, token, kv_head] = 1000
-            case.q.reshape(1, 4, 128)[:, 2 * kv_head : 2 * kv_head + 2, kv_head] = 1000
-        state, q, cache = case.put(bench)
-        out = bench.out(1, q.width)
-
-        def record(on: ops.Recorder) -> None:
-            plan = ops.plan_attention(
-                *(on, cache), n_heads=4, n_rows=1, max_keys=128, variant=variant.id, n_splits=2  # noqa: B023
-            )
-            scratch = bench.out(plan.scratch_bytes // 4).place
-            ops.attention(on, plan, state, q, cache, out.rows(), scratch=scratch, label="attn")  # noqa: B023
-
-        bench.run(record)
-        value = case.v[case.table[0, key // ops.BLOCK_TOKENS], :, key % ops.BLOCK_TOKENS].astype(np.float32)
-        assert np.array_equal(out.read().reshape(4, 128), value[[0, 0, 1, 1]])
+    dim = 64
+    case = Case([(0, 99)], heads=(4, 2), head_dim=dim, cache_format=format_of(variant))
+    case.k[...] = 0
+    case.q[...] = 0
+    block, token = case.table[0, key // ops.BLOCK_TOKENS], key % ops.BLOCK_TOKENS
+    for kv_head in range(2):
+        case.k[block, kv_head, token, kv_head] = 1000
+        case.q.reshape(1, 4, dim)[:, 2 * kv_head : 2 * kv_head + 2, kv_head] = 1000
+    value = case.v[block, :, token].astype(np.float32)
+    assert np.array_equal(run(bench, case, variant=variant.id, n_splits=2)[0].reshape(4, dim), value[[0, 0, 1, 1]])
 
 
 @pytest.mark.parametrize("cache_format", ["f32", "f16"])
 @pytest.mark.parametrize("head_dim", [2, 6, 10, 66])
 def test_odd_head_dims_take_the_plain_variant(bench: Bench, cache_format: CacheFormat, head_dim: int) -> None:
     case = Case([(0, 70), (1, 31)], heads=(6, 3), head_dim=head_dim, cache_format=cache_format)
-    assert check(bench, case).variant.id == f"attention.{cache_format}.plain"
+    assert first_choice(bench, case) == f"attention.{cache_format}.plain"
+    check(bench, case)
 
 
 @pytest.mark.parametrize("head_dim", [160, 256])
 def test_large_heads(bench: Bench, head_dim: int) -> None:
-    for variant in VARIANTS:
+    for variant in (v for v in VARIANTS if takes(v, head_dim)):
         case = Case([(0, 70)], heads=(2, 1), head_dim=head_dim, cache_format=format_of(variant))
         check(bench, case, variant=variant.id)
+
+
+PREFILL = [v for v in VARIANTS if "DIM_MAX" in dict(v.defines)]
+
+
+@pytest.mark.parametrize("variant", PREFILL, ids=lambda variant: variant.id)
+@pytest.mark.parametrize(("n_rows", "start"), [(31, 0), (32, 1), (33, 95), (70, 0)])
+@pytest.mark.parametrize("window", [None, 40])
+def test_prefill(bench: Bench, variant: Variant, n_rows: int, start: int, window: int | None) -> None:
+    """A chunk of one sequence, behind what the cache holds already."""
+    places = [(1, start + i) for i in range(n_rows)]
+    case = Case(places, heads=(4, 2), head_dim=48, cache_format=format_of(variant))
+    for n_splits in (1, 3):
+        check(bench, case, variant=variant.id, window=window, n_splits=n_splits)
+
+
+@pytest.mark.parametrize("variant", PREFILL, ids=lambda variant: variant.id)
+def test_prefill_of_two_sequences_in_one_tile(bench: Bench, variant: Variant) -> None:
+    places = [(i % 2, 40 + i) if i % 5 else (0, ops.UNUSED_POSITION) for i in range(45)]
+    case = Case(places, heads=(2, 1), head_dim=32, cache_format=format_of(variant))
+    for n_splits in (1, 2):
+        check(bench, case, variant=variant.id, n_splits=n_splits)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "expected"), [(64, "prefill64"), (80, "prefill128"), (160, "decode"), (6, "plain")]
+)
+def test_chosen_for_many_rows(bench: Bench, head_dim: int, expected: str) -> None:
+    case = Case([(0, i) for i in range(20)], heads=(2, 1), head_dim=head_dim, cache_format="f16")
+    assert first_choice(bench, case) == f"attention.f16.{expected}"
+    check(bench, case)

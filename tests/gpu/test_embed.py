@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from tests.gpu.op_bench import DTYPES, Bench, random_weights
+
 from xinfer import ops
 from xinfer.model import reference
 
@@ -19,7 +19,7 @@ def test_matches_reference(bench: Bench, weight_format: ops.Format, width: int, 
     state = bench.state([ops.RowState(token=int(token), position=i) for i, token in enumerate(tokens)])
     out = bench.out(len(tokens), width)
     matrix = bench.put_matrix(table, weight_format, slices=slices)
-    bench.run(lambda on: ops.embed(on, state, matrix, out.rows()))
+    bench.run(ops.embed, state, matrix, out.rows())
     assert np.array_equal(out.read(), reference.embed(tokens, table))  # unpacking is exact
 
 
@@ -30,7 +30,7 @@ def test_every_number_is_exact(bench: Bench, weight_format: ops.Format) -> None:
     state = bench.state([ops.RowState(token=token, position=0) for token in range(256)])
     out = bench.out(256, 256)
     matrix = bench.put_matrix(patterns, weight_format)
-    bench.run(lambda on: ops.embed(on, state, matrix, out.rows()))
+    bench.run(ops.embed, state, matrix, out.rows())
     assert np.array_equal(out.read(), patterns.astype(np.float32), equal_nan=True)
 
 
@@ -39,7 +39,7 @@ def test_tokens_outside_the_table_leave_their_row(bench: Bench) -> None:
     state = bench.state([ops.RowState(token=token, position=0) for token in (10, 3, ops.BAD_TOKEN)])
     out = bench.out(3, 8)
     matrix = bench.put_matrix(table, "f16")
-    bench.run(lambda on: ops.embed(on, state, matrix, out.rows()))
+    bench.run(ops.embed, state, matrix, out.rows())
     found = out.read()
     assert np.isnan(found[[0, 2]]).all()
     assert np.array_equal(found[1], table[3].astype(np.float32))
@@ -50,7 +50,7 @@ def test_out_may_have_a_stride(bench: Bench) -> None:
     state = bench.state([ops.RowState(token=3, position=0), ops.RowState(token=1, position=1)])
     out = bench.out(2, 20)
     matrix = bench.put_matrix(table, "f16")
-    bench.run(lambda on: ops.embed(on, state, matrix, out.rows().columns(7, 8)))
+    bench.run(ops.embed, state, matrix, out.rows().columns(7, 8))
     found = out.read()
     assert np.array_equal(found[:, 7:15], table[[3, 1]].astype(np.float32))
     assert np.isnan(np.delete(found, range(7, 15), axis=1)).all()

@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 import pytest
-
 from tests.gpu.op_bench import DTYPES, Bench
+
 from xinfer import ops
 
 # (sequence, position): borders of blocks, two sequences, one row of padding.
@@ -17,9 +17,7 @@ TABLE = np.array([[4, 1, 0], [2, 3, 5]], np.uint32)  # (sequence, block): not in
 
 @pytest.mark.parametrize("cache_format", ["f32", "f16"])
 @pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(1, 2), (2, 6), (2, 64), (3, 80), (1, 128)])
-def test_matches_numpy(
-    bench: Bench, cache_format: Literal["f32", "f16"], n_kv_heads: int, head_dim: int
-) -> None:
+def test_matches_numpy(bench: Bench, cache_format: Literal["f32", "f16"], n_kv_heads: int, head_dim: int) -> None:
     rng = np.random.default_rng(head_dim)
     width = n_kv_heads * head_dim
     qkv = rng.standard_normal((len(PLACES), 5 + 2 * width), np.float32) * np.float32(800)
@@ -37,7 +35,7 @@ def test_matches_numpy(
         format=cache_format,
     )
     k, v = rows.columns(5, width), rows.columns(5 + width, width)
-    bench.run(lambda on: ops.kv_append(on, state, k, v, cache, label="kv"))
+    bench.run(ops.kv_append, state, k, v, cache, label="kv")
     for found, first in ((k_out.read(), 5), (v_out.read(), 5 + width)):
         expected = found.copy()
         expected.fill(np.nan)
@@ -53,7 +51,9 @@ def test_rounding_to_f16_is_numpys(bench: Bench) -> None:
     """Ties, subnormals, overflow, and one step to either side of every f16's midpoint."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float32)
     middle = (halves[:-1] + halves[1:]) / 2
-    values = np.concatenate([halves, middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(0))])
+    values = np.concatenate(
+        [halves, middle, np.nextafter(middle, np.float32(np.inf)), np.nextafter(middle, np.float32(0))]
+    )
     special = [65519.9, 65520, 1e6, np.inf, 2.0**-25, 2.0**-25 * 1.0001, 2.0**-26, 1e-30, 0.0]
     values = np.concatenate([values, np.array(special, np.float32)])
     values = np.concatenate([values, -values]).astype(np.float32)
@@ -74,7 +74,7 @@ def test_rounding_to_f16_is_numpys(bench: Bench) -> None:
         head_dim=width // 2,
         format="f16",
     )
-    bench.run(lambda on: ops.kv_append(on, state, rows, rows, cache, label="kv"))
+    bench.run(ops.kv_append, state, rows, rows, cache, label="kv")
     with np.errstate(over="ignore"):
         expected = padded.astype(np.float16).reshape(n, 2, width // 2)
     found = k_out.read().transpose(0, 2, 1, 3).reshape(-1, 2, width // 2)[:n]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
 from tests.gpu.op_bench import UNIT, Array, Bench, assert_close, random_weights, sum_tolerance
+
 from xinfer import ops
 from xinfer.model import reference
 from xinfer.ops._linear import gemm_candidates, gemv_candidates, gemv_layout
@@ -70,9 +70,7 @@ def check(
     w = bench.put_matrix(case.w, weight_format, slices=slices)
     out = bench.out(shape[0], shape[1], fill=case.before if accumulate else None)
     add = bench.put(case.bias) if bias else None
-    bench.run(
-        lambda on: ops.linear(on, x, w, out.rows(), bias=add, accumulate=accumulate, label="y", variant=variant)
-    )
+    bench.run(ops.linear, x, w, out.rows(), bias=add, accumulate=accumulate, label="y", variant=variant)
     assert_close(out.read(), case.expected(bias=bias, accumulate=accumulate), case.tolerance())
 
 
@@ -126,11 +124,7 @@ def test_norm_linear(bench: Bench, variant: Variant) -> None:
         weight = np.random.default_rng(columns).standard_normal(columns, np.float32)
         x, w = bench.put_rows(case.x * np.float32(20)), bench.put_matrix(case.w, format_of(variant))
         scale, bias, out = bench.put(weight), bench.put(case.bias), bench.out(1, rows)
-        bench.run(
-            lambda on: ops.norm_linear(
-                on, x, scale, w, out.rows(), eps=EPS, bias=bias, label="y", variant=variant.id
-            )
-        )
+        bench.run(ops.norm_linear, x, scale, w, out.rows(), eps=EPS, bias=bias, label="y", variant=variant.id)
         normed, tolerance = norm_tolerance(case.x * np.float32(20), weight, case.w, case.bias)
         assert_close(out.read(), reference.linear(normed, case.w.astype(np.float32), case.bias), tolerance)
 
@@ -145,11 +139,7 @@ def test_gate_up(bench: Bench, variant: Variant) -> None:
         activations, gates = bench.put_rows(x), bench.put_matrix(gate, format_of(variant))
         ups, out = bench.put_matrix(up, format_of(variant)), bench.out(1, rows)
         norm = (bench.put(weight), EPS) if variant.define("NORM") else None
-        bench.run(
-            lambda on: ops.gate_up(
-                on, activations, gates, ups, out.rows(), norm=norm, label="y", variant=variant.id
-            )
-        )
+        bench.run(ops.gate_up, activations, gates, ups, out.rows(), norm=norm, label="y", variant=variant.id)
         if norm is not None:
             x, gate_tolerance = norm_tolerance(x, weight, gate, 0.0)
             _, up_tolerance = norm_tolerance(rng.standard_normal((1, columns), np.float32), weight, up, 0.0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
 from tests.gpu.op_bench import UNIT, Array, Bench, assert_close
+
 from xinfer import ops
 from xinfer.model import reference
 
@@ -33,7 +33,7 @@ def test_matches_reference(bench: Bench, n_heads: int, head_dim: int) -> None:
     wide[:, 3 : 3 + x.shape[1]] = x
     out = bench.out(*wide.shape, fill=wide)
     heads = out.rows().columns(3, x.shape[1])
-    bench.run(lambda on: ops.rope(on, state, table, heads, head_dim=head_dim, label="rope"))
+    bench.run(ops.rope, state, table, heads, head_dim=head_dim, label="rope")
     found = out.read()
     by_head = x.reshape(len(positions), n_heads, head_dim)
     expected = reference.rope(by_head, cos[positions], sin[positions]).reshape(x.shape)
@@ -47,7 +47,7 @@ def test_padding_rows_stay(bench: Bench) -> None:
     x = np.ones((2, 8), np.float32)
     state = bench.state([ops.RowState(token=0, position=ops.UNUSED_POSITION), ops.RowState(token=0, position=9)])
     out, table = bench.out(2, 8, fill=x), bench.put(np.stack([cos, sin], axis=-1))
-    bench.run(lambda on: ops.rope(on, state, table, out.rows(), head_dim=8, label="rope"))
+    bench.run(ops.rope, state, table, out.rows(), head_dim=8, label="rope")
     found = out.read()
     assert np.array_equal(found[0], x[0])
     assert not np.array_equal(found[1], x[1])

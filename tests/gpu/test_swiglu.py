@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
 from tests.gpu.op_bench import UNIT, Bench, assert_close
+
 from xinfer import ops
 from xinfer.model import reference
 
@@ -17,7 +17,7 @@ def test_matches_reference(bench: Bench, n_rows: int, width: int) -> None:
     up = rng.standard_normal((n_rows, width), np.float32)
     out = bench.out(n_rows, width)
     gates, ups = bench.put_rows(gate, stride=width + 3, offset=1), bench.put_rows(up)
-    bench.run(lambda on: ops.swiglu(on, gates, ups, out.rows(), label="swiglu"))
+    bench.run(ops.swiglu, gates, ups, out.rows(), label="swiglu")
     expected = reference.swiglu(gate, up)
     # Vulkan's precision of exp(x) is 3 + 2 |x| units, of a division 2.5; two products and a sum come to it.
     assert_close(out.read(), expected, 2 * UNIT * (8 + 2 * np.abs(gate)) * np.abs(expected))
@@ -28,7 +28,7 @@ def test_large_gates(bench: Bench) -> None:
     up = np.ones_like(gate)
     out = bench.out(*gate.shape)
     gates, ups = bench.put_rows(gate), bench.put_rows(up)
-    bench.run(lambda on: ops.swiglu(on, gates, ups, out.rows(), label="swiglu"))
+    bench.run(ops.swiglu, gates, ups, out.rows(), label="swiglu")
     # exp of -88 is about to leave float32's normal numbers, where a device may flush.
     assert_close(out.read(), reference.swiglu(gate, up), 1e-5 * np.abs(gate).clip(1e-30) * (gate > -1) + 1e-35)
 
@@ -36,4 +36,4 @@ def test_large_gates(bench: Bench) -> None:
 def test_shapes_are_checked(bench: Bench) -> None:
     a, b = bench.put_rows(np.ones((2, 8), np.float32)), bench.put_rows(np.ones((2, 9), np.float32))
     with pytest.raises(ValueError, match="gate, up and out have different shapes"):
-        bench.run(lambda on: ops.swiglu(on, a, b, a, label="swiglu"))
+        bench.run(ops.swiglu, a, b, a, label="swiglu")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from tools import build_shaders, spirv
+
 from xinfer import ops, shaders
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import MAX_BUFFERS, MAX_CONSTANTS
@@ -111,7 +111,7 @@ def test_a_row_stride_holds_its_row() -> None:
     assert ops.row_stride(5, "f32") == 32
 
 
-# --- loops: lavapipe ends a lane's after 65,535 iterations in all, silently ----------------------------------------------
+# --- loops: lavapipe ends a lane's after 65,535 iterations in all, silently -----------------------------------------
 
 HIDDEN, INTERMEDIATE, VOCABULARY, CONTEXT = 8192, 29_696, 152_064, 131_072  # the largest of Qwen2
 
@@ -138,7 +138,7 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
     assert trips < base.MAX_TRIPS
 
 
-# --- what is built, and what is stale ---------------------------------------------------------------------------------------
+# --- what is built, and what is stale -------------------------------------------------------------------------------
 
 
 @pytest.fixture

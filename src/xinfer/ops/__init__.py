@@ -22,7 +22,7 @@ from xinfer.ops._base import (
     RowState,
     row_stride,
 )
-from xinfer.ops._elementwise import add, embed, kv_append, rms_norm, rope, swiglu
+from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
 from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
@@ -46,6 +46,7 @@ __all__ = [
     "argmax_scratch_bytes",
     "attention",
     "can_fuse",
+    "can_rope_append",
     "embed",
     "gate_up",
     "kv_append",
@@ -54,6 +55,7 @@ __all__ = [
     "plan_attention",
     "rms_norm",
     "rope",
+    "rope_append",
     "row_stride",
     "swiglu",
 ]

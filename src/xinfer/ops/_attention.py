@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from xinfer.gpu.api import Bindable
+from xinfer.gpu.api import Bindable, Groups
 from xinfer.ops._base import MAX_TRIPS, CacheBlocks, Recorder, Rows, ceil_div, expect, span
 from xinfer.shaders.catalog import (
     ATTENTION_DIM_MAX,
     ATTENTION_HEADS_A_LOAD,
+    ATTENTION_QUERIES,
     ATTENTION_SPLITS_MAX,
     BLOCK_TOKENS,
     Variant,
@@ -17,6 +19,7 @@ from xinfer.shaders.catalog import (
 
 BUSY_GROUPS = 256  # workgroups that keep a large GPU busy
 CPU_GROUPS = 8  # a software driver runs a few at a time
+PREFILL_ROWS = 16  # rows from which on a tile of 32 queries pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +30,9 @@ class AttentionPlan:
     n_splits: int
     scratch_bytes: int  # float32 partial results; 0 with one split
 
-    @property
-    def shares_loads(self) -> bool:
-        """Whether the query heads of one KV head share the loads of K and V."""
-        return self.variant.id.endswith(".decode")
+    def grid(self, *, n_heads: int, n_kv_heads: int, n_rows: int) -> Groups:
+        """Workgroups of the kernel."""
+        return self.n_splits, *_groups(self.variant, n_heads, n_kv_heads, n_rows)
 
 
 def plan_attention(
@@ -46,9 +48,8 @@ def plan_attention(
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each."""
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
-    chosen = on.choose(attention_candidates(cache), variant)
-    shares = chosen.id.endswith(".decode")
-    groups = n_rows * (cache.n_kv_heads * _bundles(n_heads, cache.n_kv_heads) if shares else n_heads)
+    chosen = on.choose(attention_candidates(cache, n_rows), variant)
+    groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else BUSY_GROUPS
     if n_splits is None:
         n_splits = min(max(busy // groups, 1), ceil_div(max_keys, BLOCK_TOKENS), ATTENTION_SPLITS_MAX)
@@ -88,6 +89,7 @@ def attention(
         "table_stride": cache.table_stride,
         "window": window or 0,
         "n_splits": plan.n_splits,
+        "n_rows": q.n,
         "scale": dim**-0.5,
     }
     whole = plan.n_splits == 1
@@ -102,17 +104,21 @@ def attention(
         "state": state,
         "result": result,
     }
-    per_row = cache.n_kv_heads * _bundles(n_heads, cache.n_kv_heads) if plan.shares_loads else n_heads
-    on.dispatch(plan.variant, buffers, constants, (plan.n_splits, per_row, q.n), label)
+    grid = plan.grid(n_heads=n_heads, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
+    on.dispatch(plan.variant, buffers, constants, grid, label)
     if not whole:
         on.recording.barrier()
         combine = on.choose(["attention.combine"], None)
         on.dispatch(combine, {"partial": result, "result": out.place}, constants, (n_heads, q.n, 1), f"{label}.combine")
 
 
-def attention_candidates(cache: CacheBlocks) -> list[str]:
-    """Variants that fit, best first."""
-    forms = ["decode", "plain"] if cache.head_dim % 8 == 0 else ["plain"]
+def attention_candidates(cache: CacheBlocks, n_rows: int) -> list[str]:
+    """Variants that fit, best first: tiles of queries for many rows, shared loads of K and V for few."""
+    forms = ["plain"]
+    if cache.head_dim % 8 == 0:
+        forms.insert(0, "decode")
+        if n_rows >= PREFILL_ROWS:
+            forms = [f"prefill{dim}" for dim in (64, 128) if cache.head_dim <= dim] + forms
     return [f"attention.{cache.format}.{form}" for form in forms]
 
 
@@ -123,6 +129,8 @@ def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: 
     keys = ceil_div(ceil_div(max_keys, n_splits), BLOCK_TOKENS) * BLOCK_TOKENS
     if variant.id.endswith(".plain"):
         return keys // group * (1 + head_dim // 2 + 2 * group) + head_dim // 2 + 2 * group + 1
+    if variant.source == "attention_prefill.hlsl":
+        return _prefill_trips(variant, head_dim, keys)
     pieces = head_dim // (4 if variant.define("FORMAT") == 0 else 8)
     lanes_a_head = group // ATTENTION_HEADS_A_LOAD
     a_tile = 1 + ceil_div(pieces, 4) + 2 * ATTENTION_HEADS_A_LOAD + lanes_a_head
@@ -138,6 +146,20 @@ def combine_trips(*, head_dim: int, n_splits: int) -> int:
     return 2 * ceil_div(n_splits, group) + (2 + ceil_div(head_dim, group)) * n_splits + ceil_div(head_dim, group)
 
 
-def _bundles(n_heads: int, n_kv_heads: int) -> int:
-    """Workgroups a KV head's query heads are spread over, at most ATTENTION_HEADS_A_LOAD each."""
-    return ceil_div(n_heads // n_kv_heads, ATTENTION_HEADS_A_LOAD)
+def _prefill_trips(variant: Variant, head_dim: int, keys: int) -> int:
+    a_tile, group = variant.define("KEYS"), variant.workgroup[0]
+    staging = ceil_div(a_tile * head_dim // (4 if variant.define("FORMAT") == 0 else 8), group)
+    per_tile = 1 + 2 * staging + head_dim // 4 + 2 * a_tile * ATTENTION_QUERIES // group + a_tile
+    sequences = ATTENTION_QUERIES * (ATTENTION_QUERIES + 1)  # at worst, every row of another sequence
+    # A tile's rows stand side by side, so that it sees a tile's more keys than its last row; twice for good measure.
+    return (ceil_div(keys, a_tile) + 2 * ATTENTION_QUERIES) * per_tile + sequences
+
+
+def _groups(variant: Variant, n_heads: int, n_kv_heads: int, n_rows: int) -> tuple[int, int]:
+    """Workgroups in y (heads) and z (rows)."""
+    if variant.source == "attention_prefill.hlsl":
+        return n_heads, ceil_div(n_rows, ATTENTION_QUERIES)
+    if variant.source == "attention_decode.hlsl":
+        # Query heads of one KV head, at most ATTENTION_HEADS_A_LOAD a workgroup.
+        return n_kv_heads * ceil_div(n_heads // n_kv_heads, ATTENTION_HEADS_A_LOAD), n_rows
+    return n_heads, n_rows

@@ -92,6 +92,53 @@ def kv_append(
     on.dispatch(chosen, buffers, constants, _elements(chosen, width // 2, k.n), label)
 
 
+def rope_append(
+    on: Recorder,
+    state: Bindable,
+    table: Bindable,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    cache: CacheBlocks,
+    *,
+    label: str,
+    variant: str | None = None,
+) -> None:
+    """`rope` of q and k, then `kv_append`, in one dispatch; k itself stays as it is. Where `can_rope_append` says so.
+
+    q (T, n_heads * head_dim), k, v (T, n_kv_heads * head_dim) are columns of the same rows.
+    """
+    dim, width = cache.head_dim, cache.n_kv_heads * cache.head_dim
+    expect(q.width % dim == 0 and k.width == v.width == width, f"{label}: q, k and v must be whole heads of {dim}")
+    one = len({(rows.place, rows.n, rows.stride) for rows in (q, k, v)}) == 1
+    expect(one and dim % 4 == 0, f"{label}: q, k and v must lie in the same rows, and head_dim be a multiple of 4")
+    chosen = on.choose([f"rope_append.{cache.format}"], variant)
+    constants = {
+        "n_heads": q.width // dim,
+        "n_kv_heads": cache.n_kv_heads,
+        "head_dim": dim,
+        "table_stride": cache.table_stride,
+        "stride": q.stride,
+        "q_offset": q.offset,
+        "k_offset": k.offset,
+        "v_offset": v.offset,
+    }
+    buffers = {
+        "state": state,
+        "table": table,
+        "block_table": cache.table,
+        "qkv": q.place,
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+    }
+    on.dispatch(chosen, buffers, constants, _elements(chosen, (q.width + 2 * width) // 4, q.n), label)
+
+
+def can_rope_append(on: Recorder, cache: CacheBlocks) -> bool:
+    """Whether rope_append takes this cache."""
+    return cache.head_dim % 4 == 0 and on.kernels.usable(f"rope_append.{cache.format}")
+
+
 def swiglu(on: Recorder, gate: Rows, up: Rows, out: Rows, *, label: str, variant: str | None = None) -> None:
     """`out = silu(gate) * up`, (T, width) each."""
     shapes = {(rows.n, rows.width) for rows in (gate, up, out)}

@@ -13,6 +13,7 @@ struct Constants {
     uint table_stride;  // entries of the block table a sequence
     uint window;        // keys that a query sees, itself included; NO_WINDOW: all before it
     uint n_splits;      // 1: results go to out; else partial sums, for attention_combine
+    uint n_rows;        // T
     float scale;
 };
 

@@ -24,6 +24,7 @@ BLOCK_TOKENS = 32
 ATTENTION_DIM_MAX = 256
 ATTENTION_SPLITS_MAX = 256
 ATTENTION_HEADS_A_LOAD = 8
+ATTENTION_QUERIES = 32  # rows of a workgroup of the prefill variants
 
 WAVE_NEEDS = frozenset({"subgroup_arithmetic"})
 
@@ -123,6 +124,23 @@ def _kv_append() -> Iterator[Variant]:
             defines=(("FORMAT", FORMATS[name]), ("GROUP", 64)),
             buffers=("state", "block_table", "k", "v", "k_cache", "v_cache"),
             constants=("n_kv_heads", "head_dim", "table_stride", "k_stride", "k_offset", "v_stride", "v_offset"),
+            workgroup=(64, 1, 1),
+            shared_bytes=0,
+        )
+
+
+def _rope_append() -> Iterator[Variant]:
+    for name in ("f32", "f16"):
+        yield Variant(
+            id=f"rope_append.{name}",
+            op="rope_append",
+            source="rope_append.hlsl",
+            defines=(("FORMAT", FORMATS[name]), ("GROUP", 64)),
+            buffers=("state", "table", "block_table", "qkv", "k_cache", "v_cache"),
+            constants=(
+                *("n_heads", "n_kv_heads", "head_dim", "table_stride"),
+                *("stride", "q_offset", "k_offset", "v_offset"),
+            ),
             workgroup=(64, 1, 1),
             shared_bytes=0,
         )
@@ -258,7 +276,7 @@ def _linear_gemm() -> Iterator[Variant]:
 
 ATTENTION_CONSTANTS = (
     *("n_heads", "n_kv_heads", "head_dim", "q_stride", "q_offset", "out_stride", "out_offset"),
-    *("table_stride", "window", "n_splits", "scale"),
+    *("table_stride", "window", "n_splits", "n_rows", "scale"),
 )
 
 
@@ -278,6 +296,19 @@ def _attention() -> Iterator[Variant]:
                 constants=ATTENTION_CONSTANTS,
                 workgroup=(group, 1, 1),
                 shared_bytes=shared,
+            )
+        for dim_max, keys in ((64, 32), (128, 16)):
+            rows = ATTENTION_QUERIES
+            floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
+            yield Variant(
+                id=f"attention.{name}.prefill{dim_max}",
+                op="attention",
+                source="attention_prefill.hlsl",
+                defines=(("FORMAT", FORMATS[name]), ("DIM_MAX", dim_max), ("KEYS", keys)),
+                buffers=("q", "k_cache", "v_cache", "block_table", "state", "result"),
+                constants=ATTENTION_CONSTANTS,
+                workgroup=(128, 1, 1),
+                shared_bytes=4 * floats,
             )
     yield Variant(
         id="attention.combine",
@@ -316,7 +347,7 @@ def _argmax() -> Iterator[Variant]:
 def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
-        *(_embed, _rms_norm, _rope_and_elementwise, _kv_append),
+        *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
         *(_linear_gemv, _linear_gemm, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
