@@ -18,10 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
 from tests.conftest import CheckpointFactory
 from tests.gpu.conftest import VALIDATION, missing, no_messages
 from tools import build_shaders
+
 from xinfer import gpu
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import Device
@@ -52,7 +52,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
             missing(str(error))
             raise
         assert opened is not None
-        print(f"\non {opened.info.name}, {opened.info.driver} {opened.info.driver_version}")
+        print(f"\non {opened.info.name}, {opened.info.driver} {opened.info.driver_version}")  # noqa: T201
         with opened:
             yield opened
         no_messages(opened)
@@ -85,7 +85,7 @@ def error_of(found: Array, expected: Array) -> float:
 def check(what: str, found: Array, expected: Array, limit: float, diagnosis: str = "") -> None:
     """Fail where the logits are too far apart, or choose another token."""
     error = error_of(found, expected)
-    print(f"{what:<58} {error:.2e} of {limit:.0e}")
+    print(f"{what:<58} {error:.2e} of {limit:.0e}")  # noqa: T201
     assert error < limit, f"{what}: {error:.3e}, limit {limit:.1e}{diagnosis}"
     best = np.sort(expected, axis=1)
     apart = best[:, -1] - best[:, -2] > 6 * limit * np.sqrt(np.mean(expected**2))  # else rounding decides
@@ -191,8 +191,8 @@ def f16_cache_limit(oracle: ReferenceModel, ids: NDArray[np.int64]) -> float:
     sum(q * k), then moves by sigma = scale * u / sqrt(3) * sqrt(sum(q^2 * k^2)), and a softmax weight by that much of
     itself; the mix of values moves by no more, beside u for the values' own rounding. Layers' errors are independent:
     their squares add up, sigma being the root mean square over a layer's queries, keys and heads. What a layer's
-    attention is to its residual stream is below 1 in most models and about 1 in these; the limit takes it as 1. It grows
-    in proportion to the keys: large K biases cost precision.
+    attention is to its residual stream is below 1 in most models and about 1 in these; the limit takes it as 1. It
+    grows in proportion to the keys: large K biases cost precision.
     """
     taps: dict[str, Array] = {}
     oracle.forward(ids, tap=lambda name, values: taps.update({name: values.copy()}))
