@@ -38,7 +38,7 @@ THIRD_PARTY = {
     "sampling": {"numpy"},
     "tokenizer": {"numpy", "tokenizers"},
     "chat": {"jinja2"},
-    "template_sandbox": {"jinja2"},
+    "template_sandbox": {"jinja2", "markupsafe"},
     "hub": {"huggingface_hub"},
     "progress": {"rich"},
     "cli": {"numpy", "typer"},
