@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from xinfer.errors import ContextLengthError, RequestError, WeightsError
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory
-from xinfer.model.names import global_tensor_name, layer_tensor_name
+from xinfer.model.names import LAYER_FIELDS, global_tensor_name, layer_tensor_name
 from xinfer.model.weights import ModelWeights
 
 Array = NDArray[np.float32]
@@ -299,7 +299,7 @@ class ReferenceModel:
             layer's memory; None keeps them where they fit into the RAM that is free.
         round_to: round matrices, embedding and head to this 16-bit type first, as a GPU holds them. Biases and norms
             stay float32.
-        on_load: called with layers loaded and layers in all, while kept weights are read.
+        on_load: called with stored bytes loaded and bytes in all, while kept weights are read.
 
     Raises:
         WeightsError: the checkpoint cannot be read, or has values beyond the range of `round_to`.
@@ -327,16 +327,18 @@ class ReferenceModel:
             self._load(on_load)
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
-        weights, n_layers = self._weights, self.config.num_hidden_layers
+        weights, total = self._weights, self._weights.nbytes
         self._head = to_float32(round_weights(weights.lm_head, self._head_name, self._round_to))
         self._table = self._head
         if not weights.lm_head_is_embed:  # only rows of it are ever used: it stays as it is stored
             self._table = round_weights(weights.embed, global_tensor_name("embed"), self._round_to)
-        self._layers = []
-        for i in range(n_layers):
-            self._layers.append(self._read_layer(i))
+        layers: list[_Layer] = []
+        layer_bytes = sum(weights.tensors[layer_tensor_name(0, field)].nbytes for field in LAYER_FIELDS)
+        for left in reversed(range(self.config.num_hidden_layers)):
+            layers.append(self._read_layer(len(layers)))
             if on_load is not None:
-                on_load(i + 1, n_layers)
+                on_load(total - left * layer_bytes, total)
+        self._layers = layers
 
     @property
     def kept(self) -> bool:
