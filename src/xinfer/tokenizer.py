@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -164,6 +165,15 @@ class Tokenizer:
         """Names of the steps that turn tokens into text, as in tokenizer.json."""
         return self._decoder_types
 
+    @cached_property
+    def letter_ids(self) -> tuple[int, ...]:
+        """One id that is a plain Latin letter or word, where there is one: something for later ids to follow."""
+        for token_id in map(int, self._ids):
+            token = self.token(token_id)
+            if token and token.isascii() and token.isalpha() and not self.is_special(token_id):
+                return (token_id,)
+        return ()
+
 
 class IncrementalDecoder:
     """The text of a growing list of ids, a piece at a time and never half a character.
@@ -177,7 +187,9 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._byte_level = tokenizer.decoder_types == {"ByteLevel"}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._shown: list[int] = []  # the ids last turned into text: what comes next may depend on them
+        # What an id becomes may depend on those before it: the last that became text, and before them a letter, so that
+        # they do not count as the text's beginning, where decoders strip spaces.
+        self._before: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -201,8 +213,8 @@ class IncrementalDecoder:
         return self._flush(final=True)
 
     def _flush(self, *, final: bool = False) -> str:
-        before = self._decode(self._shown)
-        after = self._decode(self._shown + self._pending)
+        before = self._decode(self._before)
+        after = self._decode(self._before + self._pending)
         if not after.startswith(before):
             before = before[: _common_prefix(before, after)]
         new = after[len(before) :]
@@ -210,7 +222,7 @@ class IncrementalDecoder:
         if not final and len(self._pending) < 16 and (not new or new.endswith("\ufffd")):
             return ""
         if new:
-            self._shown = self._pending
+            self._before = [*self._tokenizer.letter_ids, *self._pending]
         self._pending = []
         return new
 
@@ -401,6 +413,22 @@ def _check_parts(data: dict[str, Any], file: Path) -> None:
                 raise TokenizerError(
                     f"{file}: unsupported {name} {kind!r:.80}; expected one of {', '.join(sorted(known))}"
                 )
+            if kind == "TemplateProcessing":
+                _check_template(part, file)
+
+
+def _check_template(part: dict[str, Any], file: Path) -> None:
+    """The library panics at the first text where a template has a token that its own table lacks."""
+    table = part.get("special_tokens")
+    for form in ("single", "pair"):
+        pieces = part.get(form)
+        for piece in pieces if isinstance(pieces, list) else ():
+            special = piece.get("SpecialToken") if isinstance(piece, dict) else None
+            if isinstance(special, dict) and special.get("id") not in (table if isinstance(table, dict) else ()):
+                raise TokenizerError(
+                    f"{file}: the post_processor puts {special.get('id')!r:.80} around texts, but its special_tokens "
+                    "do not list it; take the file from the original checkpoint"
+                )
 
 
 def _check_model(model: Any, file: Path) -> None:
@@ -412,6 +440,9 @@ def _check_model(model: Any, file: Path) -> None:
     if kind == "BPE" and model.get("continuing_subword_prefix"):
         # The library panics where a merge is shorter than this prefix.
         raise TokenizerError(f"{file}: unsupported continuing_subword_prefix in a BPE model; expected none")
+    vocab, unknown = model.get("vocab"), model.get("unk_id")
+    if kind == "Unigram" and isinstance(unknown, int) and isinstance(vocab, list) and not unknown < len(vocab):
+        raise TokenizerError(f"{file}: unk_id is {unknown}; expected an index into the {len(vocab)} tokens")
     if model.get("dropout"):
         raise TokenizerError(f"{file}: dropout {model['dropout']!r:.20} makes token ids random; set it to null")
 
