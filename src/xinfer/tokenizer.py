@@ -41,7 +41,7 @@ _PARTS = {
         "Sequence", "Strip", "StripAccents",
     },
     "pre_tokenizer": {
-        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
+        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation",
         "Sequence", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
     },
     "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"},
