@@ -163,9 +163,7 @@ class Sampler:
             scores[self._bias_ids] += self._bias
         if self.repetition_penalty != 1.0:
             ids = np.flatnonzero(self._seen)
-            seen = scores[ids]
-            seen = np.where(seen < 0, seen * self.repetition_penalty, seen / self.repetition_penalty)
-            scores[ids] = np.clip(seen, None, _LARGEST_SCORE)
+            scores[ids] = _repeated(scores[ids], self.repetition_penalty)
         if self.params.presence_penalty or self.params.frequency_penalty:
             ids = np.flatnonzero(self._counts)
             scores[ids] -= self.params.presence_penalty + self.params.frequency_penalty * self._counts[ids]
@@ -181,7 +179,7 @@ class Sampler:
         if self.temperature == 0.0:
             return np.array([scores.argmax()]), np.ones(1)
         ids, weights = self._kept(scores)
-        order = np.argsort(-weights, kind="stable")
+        order = np.argsort(-weights, kind="stable")[: np.count_nonzero(weights)]
         return ids[order], weights[order] / weights.sum()
 
     def _kept(self, scores: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -195,7 +193,8 @@ class Sampler:
         else:
             ids = np.arange(scores.size)
         # The highest score is subtracted first so that a tiny temperature cannot overflow.
-        weights = np.exp((scores[ids] - highest) / self.temperature)
+        with np.errstate(over="ignore"):
+            weights = np.exp((scores[ids] - highest) / self.temperature)
         if self.top_p < 1.0:
             ids, weights = nucleus(ids, weights / weights.sum(), self.top_p)
         if self.min_p > 0.0:
@@ -215,6 +214,13 @@ class Sampler:
             logprobs[self._invalid] = -np.inf
         ids = largest(logprobs, wanted)
         return Sampled(token, chosen, tuple((int(i), float(logprobs[i])) for i in ids if logprobs[i] > -np.inf))
+
+
+def _repeated(scores: NDArray[np.float64], penalty: float) -> NDArray[np.float64]:
+    """Scores of ids that are there already; forbidden ones stay so, and the others stay finite."""
+    with np.errstate(over="ignore"):
+        penalised = np.where(scores < 0, scores * penalty, scores / penalty)
+    return np.where(np.isneginf(scores), scores, np.clip(penalised, -_LARGEST_SCORE, _LARGEST_SCORE))
 
 
 def best(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
