@@ -35,6 +35,9 @@ _SCORE_BLOCK_BYTES = 4 * 2**20
 # LM head rows converted at a time where float32 weights are not kept.
 _HEAD_BLOCK_BYTES = 64 * 2**20
 _CACHE_STEP = 256  # tokens
+# Damaged weights overflow somewhere and end in NaN logits, which the sampler reports with their step; NumPy's warnings
+# about every operation on the way would only fill stderr.
+_quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
 _ROUND_TYPES: dict[RoundTo, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -354,6 +357,7 @@ class ReferenceModel:
         self._layers = self._head = self._table = None
         self._weights.close()
 
+    @_quiet
     def forward(
         self,
         tokens: ArrayLike,
@@ -399,6 +403,7 @@ class ReferenceModel:
             cache.advance(len(ids))
         return logits
 
+    @_quiet
     def layer(
         self, i: int, x: Array, *, start: int = 0, cache: ReferenceCache | None = None, tap: Tap | None = None
     ) -> Array:
