@@ -1,8 +1,9 @@
 """From logits to the next token id.
 
 The processors run in the order that transformers gives them: logit bias, repetition penalty, presence and frequency
-penalty, temperature, top-k, top-p, min-p; what is left is renormalised and one token is drawn. Ties are cut as
-transformers cuts them: top-k keeps every token that equals the k-th, top-p drops the lower ids of a tie first.
+penalty, temperature, top-k, top-p, min-p; what is left is renormalised and one token is drawn. Ties: as in
+transformers, top-k keeps every token that equals the k-th, and top-p keeps as many of a tie as it needs; which ones
+transformers leaves to an unstable sort, here they are the lower ids.
 
 Randomness is a function of (seed, position) alone: the uniform number comes from Philox4x32-10 (Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3"), keyed with the seed and counting positions. It needs 32-bit integers
@@ -244,19 +245,20 @@ def nucleus(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The smallest set of best tokens whose probability exceeds `top_p`, ids ascending; at least one.
 
-    As in transformers, a token goes when the mass of it and of everything less probable is at most 1 - top_p, and
-    among equals the lower ids go first. Only as many of the best are sorted as are needed.
+    As in transformers, a token goes when the mass of it and of everything behind it is at most 1 - top_p. Lower ids
+    come first among equals. Only as many of the best are sorted as are needed.
     """
     for size in (1024, 16384, probs.size):
         picked = best(probs, size)
         tail = 0.0 if picked.size == probs.size else 1.0 - float(probs[picked].sum())
         if tail <= 1.0 - top_p or picked.size == probs.size:
             break
-    order = picked[np.argsort(probs[picked], kind="stable")]
-    gone = tail + np.cumsum(probs[order]) <= 1.0 - top_p
-    gone[-1] = False
-    keep = np.sort(order[~gone])
-    return ids[keep], probs[keep]
+    order = picked[np.argsort(-probs[picked], kind="stable")]
+    mass_from_here = tail + np.cumsum(probs[order][::-1])[::-1]
+    keep = mass_from_here > 1.0 - top_p
+    keep[0] = True
+    kept = np.sort(order[keep])
+    return ids[kept], probs[kept]
 
 
 def draw(ids: NDArray[np.int64], weights: NDArray[np.float64], u: float) -> int:
