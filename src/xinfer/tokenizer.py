@@ -64,6 +64,8 @@ class Tokenizer:
         # transformers cuts and pads only when asked to, whatever the file says.
         backend.no_truncation()
         backend.no_padding()
+        # The library keeps its cache of words for as long as the thread lives, long after the tokenizer is gone.
+        backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self._ids = np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
