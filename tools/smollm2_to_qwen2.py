@@ -6,7 +6,7 @@ A Llama without biases is a Qwen2 whose q, k and v biases are zero, so a trained
 comes out, in Hugging Face form. Needs `gguf` and the package itself, which is only read, never imported.
 
 What is lost: with float32 (the default) nothing, every dequantized value is exact. With float16 the 4-bit and 8-bit
-weights' products of scale and code are rounded to 11 bits: half the size, and logits that differ in the third digit.
+weights' products of scale and code are rounded to 11 bits: half the size, and logits that move by a thousandth.
 """
 
 from __future__ import annotations
