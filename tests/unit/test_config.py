@@ -173,6 +173,27 @@ class TestRope:
         assert yarn is not None
         assert (yarn.beta_fast, yarn.beta_slow, yarn.attention_factor, yarn.truncate) == (24.0, 2.5, 1.5, False)
 
+    def test_mscale_counts_where_both_are_given(self) -> None:
+        for options, expected in [
+            ({"mscale": 0.707, "mscale_all_dim": 1.0}, 0.96432691),  # (0.1 * 0.707 ln 4 + 1) / (0.1 ln 4 + 1)
+            ({"mscale": 0.707}, 1.13862944),
+            ({"mscale": 0.707, "mscale_all_dim": 0}, 1.13862944),
+            ({"mscale": 0.707, "mscale_all_dim": 1.0, "attention_factor": 2}, 2.0),
+        ]:
+            yarn = read(rope_scaling=YARN | options).yarn
+            assert yarn is not None
+            assert yarn.attention_factor == pytest.approx(expected, rel=1e-7)
+
+    def test_original_positions_at_the_top_come_first(self) -> None:
+        yarn = read(rope_scaling=YARN, original_max_position_embeddings=1024).yarn
+        assert yarn is not None
+        assert yarn.original_max_position_embeddings == 1024
+
+    def test_factor_from_the_positions_where_it_is_null(self) -> None:
+        yarn = read(rope_scaling=YARN | {"factor": None, "original_max_position_embeddings": 8192}).yarn
+        assert yarn is not None
+        assert yarn.factor == 4.0
+
     def test_two_scalings_that_differ_are_refused(self) -> None:
         message = refused(rope_scaling=YARN, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
         assert "rope_parameters and rope_scaling are both given and differ" in message
