@@ -442,11 +442,28 @@ def _check_model(model: Any, file: Path) -> None:
     if kind == "BPE" and model.get("continuing_subword_prefix"):
         # The library panics where a merge is shorter than this prefix.
         raise TokenizerError(f"{file}: unsupported continuing_subword_prefix in a BPE model; expected none")
+    if kind == "BPE":
+        _check_merges(model.get("vocab"), model.get("merges"), file)
     vocab, unknown = model.get("vocab"), model.get("unk_id")
     if kind == "Unigram" and isinstance(unknown, int) and isinstance(vocab, list) and not unknown < len(vocab):
         raise TokenizerError(f"{file}: unk_id is {unknown}; expected an index into the {len(vocab)} tokens")
     if model.get("dropout"):
         raise TokenizerError(f"{file}: dropout {model['dropout']!r:.20} makes token ids random; set it to null")
+
+
+def _check_merges(vocab: Any, merges: Any, file: Path) -> None:
+    """The library panics where a merge makes something longer than every token."""
+    if not isinstance(vocab, dict) or not isinstance(merges, list):
+        raise TokenizerError(f"{file}: the model lacks vocab or merges; expected a table and a list: download it again")
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise TokenizerError(f"{file} has the merge {merge!r:.80}; expected two tokens")
+        if pair[0] + pair[1] not in vocab:
+            raise TokenizerError(
+                f"{file} has the merge {merge!r:.80}, but its result is no token of the vocabulary; take the "
+                "tokenizer's files from the same checkpoint"
+            )
 
 
 def _check_id(backend: tokenizers.Tokenizer, content: str, expected: int, file: Path) -> None:
@@ -466,9 +483,8 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     for line in lines:
         if line.strip() and not line.startswith("#version"):
             left, _, right = line.rstrip("\r").partition(" ")
-            if not left or not right or " " in right:
-                raise TokenizerError(f"{folder / 'merges.txt'} has the line {line!r:.80}; expected two tokens a line")
             merges.append((left, right))
+    _check_merges(vocab, merges, folder / "merges.txt")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -497,17 +513,21 @@ def _with_config(
         special = set(_special_tokens(config, file).values()) | set(_additional(config))
         added = {i: AddedToken(t, special=t in special, normalized=t not in special) for t, i in by_text.items()}
     known = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
+    new = {}
     for token_id, token in sorted(added.items(), key=lambda item: item[0]):
-        if known.get(token.content) != repr(token):  # new, or with other flags than in tokenizer.json
-            backend.add_tokens([token])
-            _check_id(backend, token.content, token_id, file)
+        if known.get(token.content) != repr(token):  # or with other flags than in tokenizer.json
+            new[token_id] = token
             known[token.content] = repr(token)
+    backend.add_tokens(list(new.values()))  # at once: every call goes through all tokens there are
+    for token_id, token in new.items():
+        _check_id(backend, token.content, token_id, file)
     names = _special_tokens(config, file)
     # A named token that the vocabulary has only as an ordinary one is cut out of the text from now on. One that it
     # does not have at all is not added: the model has no row for it.
-    for content in dict.fromkeys([*names.values(), *_additional(config)]):
-        if content not in known and backend.token_to_id(content) is not None:
-            backend.add_tokens([AddedToken(content, special=True)])
+    named = dict.fromkeys([*names.values(), *_additional(config)])
+    backend.add_tokens(
+        [AddedToken(t, special=True) for t in named if t not in known and backend.token_to_id(t) is not None]
+    )
     if "add_bos_token" in config or "add_eos_token" in config:
         bos = names.get("bos_token") if config.get("add_bos_token") else None
         eos = names.get("eos_token") if config.get("add_eos_token") else None
