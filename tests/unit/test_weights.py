@@ -515,6 +515,10 @@ BROKEN_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
     "length of 2^64 - 1": (spoiled_bytes(lambda data: b"\xff" * 8 + data[8:]), "gives 18446744073709551615 bytes"),
     "length of zero": (spoiled_bytes(lambda data: b"\0" * 8 + data[8:]), "does not start with a brace"),
     "html": (spoiled_bytes(lambda data: b"<!DOCTYPE html><html>Access denied"), "or no safetensors file"),
+    "git lfs": (
+        spoiled_bytes(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 988097824\n"),
+        "is a Git LFS pointer, not the weights themselves; run: git lfs pull",
+    ),
     "zip": (spoiled_bytes(lambda data: b"PK\x03\x04" + data), "or no safetensors file"),
     "not JSON": (spoiled_bytes(lambda data: with_header(b"{oops}")), "is not valid JSON"),
     "not UTF-8": (spoiled_bytes(lambda data: with_header(b'{"\xff": 1}')), "is not UTF-8"),
