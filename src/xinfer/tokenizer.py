@@ -68,7 +68,7 @@ class Tokenizer:
         backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self._ids = np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
+        self._ids = np.unique(np.fromiter(backend.get_vocab(with_added_tokens=True).values(), dtype=np.int64))
         if not self._ids.size:
             raise TokenizerError("the tokenizer has no tokens; expected a vocabulary: take the file from the original")
         self.size = int(self._ids[-1]) + 1
@@ -376,8 +376,12 @@ def _read_text(file: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    return _parsed(_read_text(file), file)
+
+
+def _parsed(text: str, file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(_read_text(file))
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}; download it again") from error
     if not isinstance(data, dict):
@@ -395,10 +399,11 @@ def _missing(folder: Path) -> str:
 
 
 def _from_json(file: Path) -> tokenizers.Tokenizer:
-    data = _read_json(file)
+    text = _read_text(file)
+    data = _parsed(text, file)
     _check_parts(data, file)
     _check_model(data.get("model"), file)
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+    backend = tokenizers.Tokenizer.from_str(text)
     for token in data.get("added_tokens") or ():
         _check_id(backend, token["content"], token["id"], file)
     return backend
