@@ -134,9 +134,9 @@ class ChatTemplate:
                 # Honest templates work in proportion to the conversation.
                 budget.steps += 200 * weight.nodes
                 budget.made += 64 * weight.size
-                return self._environment.concat(template.root_render_func(template.new_context(values)))
+                text = self._environment.concat(template.root_render_func(template.new_context(values)))
         except _RefusedError as error:
-            raise ChatTemplateError(f"the chat template refuses these messages: {error.message}") from error
+            raise ChatTemplateError(f"the chat template refuses these messages: {error.message!s:.1000}") from error
         except LimitError as error:
             raise ChatTemplateError(
                 f"{self.origin}{_line(template, error)}: {error.message}; a chat template needs far less: use the "
@@ -147,6 +147,13 @@ class ChatTemplate:
                 f"{self.origin}{_line(template, error)} cannot render these messages: {_words(error)}; the messages "
                 "may lack what the template expects, or the template is broken"
             ) from error
+        half = _half_character(text)
+        if half is not None:
+            raise ChatTemplateError(
+                f"{self.origin} writes half a character (the lone surrogate {half!r}), which has no UTF-8 form; mend "
+                "it, or take it from the original checkpoint"
+            )
+        return text
 
 
 class _RefusedError(jinja2.TemplateError):
@@ -276,6 +283,12 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, str):
         if len(value) > MAX_SIZE:
             raise RequestError(f"{where} has a string of {len(value):,} characters; at most {MAX_SIZE:,} are allowed")
+        half = _half_character(value)
+        if half is not None:
+            raise RequestError(
+                f"{where} has half a character (the lone surrogate {half!r}), which has no UTF-8 form; read its source "
+                "as UTF-8, or with errors='replace'"
+            )
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
@@ -286,6 +299,14 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_plain(item, where, depth + 1) for item in value)
     raise RequestError(f"{where} holds a {type(value).__name__}; expected strings, numbers, lists and dicts")
+
+
+def _half_character(text: str) -> str | None:
+    try:
+        str.encode(text, "utf-8")
+    except UnicodeEncodeError as error:
+        return str.__getitem__(text, error.start)
+    return None
 
 
 def _words(error: Exception) -> str:

@@ -121,7 +121,7 @@ class SafetensorsFile:
             with safetensors.safe_open(self.path, framework="numpy") as library:
                 names = set(library.keys())
         except (safetensors.SafetensorError, OSError) as problem:
-            raise WeightsError(f"{self.path} is refused by the safetensors library: {problem}") from problem
+            raise WeightsError(f"{self.path} is refused by the safetensors library: {problem!s:.500}") from problem
         if names != self.tensors.keys():
             raise WeightsError(f"{self.path} changed while it was being opened; try again")
 
