@@ -65,7 +65,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         # The library keeps its cache of words for as long as the thread lives, long after the tokenizer is gone.
-        backend.model._resize_cache(0)
+        if hasattr(backend.model, "_resize_cache"):
+            backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
         self._ids = np.unique(np.fromiter(backend.get_vocab(with_added_tokens=True).values(), dtype=np.int64))
@@ -464,10 +465,10 @@ def _check_merges(vocab: Any, merges: Any, file: Path) -> None:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
             raise TokenizerError(f"{file} has the merge {merge!r:.80}; expected two tokens")
-        if pair[0] + pair[1] not in vocab:
+        if pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
             raise TokenizerError(
-                f"{file} has the merge {merge!r:.80}, but its result is no token of the vocabulary; take the "
-                "tokenizer's files from the same checkpoint"
+                f"{file} has the merge {merge!r:.80}, but one of the two, or both together, are no token of the "
+                "vocabulary; take the tokenizer's files from the same checkpoint"
             )
 
 

@@ -8,6 +8,8 @@ pieces between them.
 Run as a program, this file writes tests/data/qwen_golden.json, which `make test` checks without these packages.
 """
 
+# ruff: noqa: RUF001 - characters that look like others are what is tested
+
 from __future__ import annotations
 
 import base64
@@ -16,6 +18,7 @@ import random
 import re
 import unicodedata
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +50,25 @@ SCRIPTS = [
 ]  # fmt: skip
 EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇨🇭", "🇦🇶🇧🇪", "❤️‍🔥", "😀", "🧑🏿‍🚀", "1️⃣", "🫶", "👁️‍🗨️", "☎︎"]
 SPACES = [" ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u2003", "\u200b", "\u3000", "\u2028", "\x0b", "\x0c", "\x85"]
-CONTROL = [*map(chr, range(0x00, 0x20)), "\x7f", "\x9b", "\u200d", "\u202e", "\ufeff", "\u2066", "\ufffd", "\U0010ffff"]
-MARKS = ["\u0301", "\u0308\u0301", "\u0323\u0307", "\u0338", "\u20dd", "\u3099", "\u0345", "\u093c", "\ufe0f", "\u0316" * 5]
+CONTROL = [*map(chr, range(0x20)), "\x7f", "\x9b", "\u200d", "\u202e", "\ufeff", "\u2066", "\ufffd", "\U0010ffff"]
+MARKS = [
+    "\u0301", "\u0308\u0301", "\u0323\u0307", "\u0338", "\u20dd", "\u3099", "\u0345", "\u093c", "\ufe0f",
+    "\u0316" * 5,
+]  # fmt: skip
 CODE = [
     "def f(x):\n    return x ** 2  # sq\n", "for (int i=0;i<n;++i){a[i]^=b[i]>>3;}", "SELECT * FROM t WHERE a<>'b';\r\n",
     "<div class=\"x\">&nbsp;</div>", "\\begin{align}x_{1}&=\\frac{a}{b}\\\\\\end{align}", "#!/bin/sh\n\tcd ~ && ls -la|wc\n",
     "{\"k\":[1,2.5e-10,null]}", "https://example.org/a?b=c&d=%20#e", "i'm you've IT'S we'LL o'ſ 'Re'D", "0x7FFF_FFFF",
     "a\t\tb   c\n\n\n  d", "x=y==z!=w<=v->u=>t::s...r??q", "C:\\Users\\x\\n", "@decorator\n\n\nclass A(B): ...",
 ]  # fmt: skip
-LOOK_ALIKE = ["<|im_end|", "<|im_end |>", "<|IM_END|>", "<| im_start |>", "|im_end|>", "<|endoftext", "<|extra_0|>", "＜|im_end|＞"]
-WORDS = "the of Straße naïve ΑΘΗΝΑ Москва שלום مرحبا नमस्ते สวัสดี 你好世界 こんにちは 안녕하세요 ქართული Việt Nam Ǆ ﬁ".split()
+LOOK_ALIKE = [
+    "<|im_end|", "<|im_end |>", "<|IM_END|>", "<| im_start |>", "|im_end|>", "<|endoftext", "<|extra_0|>",
+    "＜|im_end|＞",
+]  # fmt: skip
+WORDS = [
+    "the", "of", "Straße", "naïve", "ΑΘΗΝΑ", "Москва", "שלום", "مرحبا", "नमस्ते", "สวัสดี", "你好世界", "こんにちは", "안녕하세요",
+    "ქართული", "Việt", "Nam", "Ǆ", "ﬁ",
+]  # fmt: skip
 
 
 def _character(rng: random.Random, low: int, high: int) -> str:
@@ -113,7 +125,7 @@ def merge_of(token: bytes, table: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two tokens that this one is merged from: byte-pair encoding with the merges that came before it."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        options = [(table.get(a + b, len(table)), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+        options = [(table.get(a + b, len(table)), i) for i, (a, b) in enumerate(pairwise(parts))]
         rank, i = min(options)
         assert rank < table[token]
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
@@ -123,7 +135,7 @@ def merge_of(token: bytes, table: dict[bytes, int]) -> tuple[bytes, bytes]:
 
 @cache
 def byte_alphabet() -> list[str]:
-    """GPT-2's spelling, by the definition in its source: printable bytes stand for themselves, the others follow 255."""
+    """GPT-2's spelling, as its source defines it: printable bytes stand for themselves, the others follow 255."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(256) if byte not in shown]
     return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
@@ -201,7 +213,9 @@ def test_two_thousand_strings_have_tiktokens_ids_and_come_back_one_id_at_a_time(
         assert not any("\ufffd" in piece for piece in pieces) or "\ufffd" in text, repr(text)
         skipped = IncrementalDecoder(tokenizer)
         shown = "".join(map(skipped.push, ids)) + skipped.finish()
-        assert shown == tokenizer.decode(ids) == "".join(p for p in split_specials(normalised(text)) if p not in SPECIAL)
+        assert (
+            shown == tokenizer.decode(ids) == "".join(p for p in split_specials(normalised(text)) if p not in SPECIAL)
+        )
 
 
 def test_transformers_reads_the_same_folder_alike(qwen_folder: Path) -> None:
