@@ -48,16 +48,23 @@ SCRIPTS = [
     (0x10400, 0x1044F), (0x12000, 0x12399), (0x13000, 0x1342E), (0x1D400, 0x1D7FF), (0x1F000, 0x1F02B),
     (0x20000, 0x2A6DF), (0xE0100, 0xE01EF),
 ]  # fmt: skip
-EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇨🇭", "🇦🇶🇧🇪", "❤️‍🔥", "😀", "🧑🏿‍🚀", "1️⃣", "🫶", "👁️‍🗨️", "☎︎"]
-SPACES = [" ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u2003", "\u200b", "\u3000", "\u2028", "\x0b", "\x0c", "\x85"]
+EMOJI = [
+    "👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇨🇭", "🇦🇶🇧🇪", "❤️‍🔥", "😀", "🧑🏿‍🚀", "1️⃣", "🫶",
+    "👁️‍🗨️", "☎︎",
+]  # fmt: skip
+SPACES = [
+    " ", "  ", "\t", "\n", "\r\n", "\r", "\u00a0", "\u2003", "\u200b", "\u3000", "\u2028", "\x0b", "\x0c", "\x85",
+]  # fmt: skip
 CONTROL = [*map(chr, range(0x20)), "\x7f", "\x9b", "\u200d", "\u202e", "\ufeff", "\u2066", "\ufffd", "\U0010ffff"]
 MARKS = [
     "\u0301", "\u0308\u0301", "\u0323\u0307", "\u0338", "\u20dd", "\u3099", "\u0345", "\u093c", "\ufe0f",
     "\u0316" * 5,
 ]  # fmt: skip
 CODE = [
-    "def f(x):\n    return x ** 2  # sq\n", "for (int i=0;i<n;++i){a[i]^=b[i]>>3;}", "SELECT * FROM t WHERE a<>'b';\r\n",
-    "<div class=\"x\">&nbsp;</div>", "\\begin{align}x_{1}&=\\frac{a}{b}\\\\\\end{align}", "#!/bin/sh\n\tcd ~ && ls -la|wc\n",
+    "def f(x):\n    return x ** 2  # sq\n", "for (int i=0;i<n;++i){a[i]^=b[i]>>3;}",
+    "SELECT * FROM t WHERE a<>'b';\r\n",
+    "<div class=\"x\">&nbsp;</div>", "\\begin{align}x_{1}&=\\frac{a}{b}\\\\\\end{align}",
+    "#!/bin/sh\n\tcd ~ && ls -la|wc\n",
     "{\"k\":[1,2.5e-10,null]}", "https://example.org/a?b=c&d=%20#e", "i'm you've IT'S we'LL o'ſ 'Re'D", "0x7FFF_FFFF",
     "a\t\tb   c\n\n\n  d", "x=y==z!=w<=v->u=>t::s...r??q", "C:\\Users\\x\\n", "@decorator\n\n\nclass A(B): ...",
 ]  # fmt: skip
@@ -66,8 +73,8 @@ LOOK_ALIKE = [
     "＜|im_end|＞",
 ]  # fmt: skip
 WORDS = [
-    "the", "of", "Straße", "naïve", "ΑΘΗΝΑ", "Москва", "שלום", "مرحبا", "नमस्ते", "สวัสดี", "你好世界", "こんにちは", "안녕하세요",
-    "ქართული", "Việt", "Nam", "Ǆ", "ﬁ",
+    "the", "of", "Straße", "naïve", "ΑΘΗΝΑ", "Москва", "שלום", "مرحبا", "नमस्ते", "สวัสดี",
+    "你好世界", "こんにちは", "안녕하세요", "ქართული", "Việt", "Nam", "Ǆ", "ﬁ",
 ]  # fmt: skip
 
 
