@@ -248,13 +248,14 @@ class ReferenceCache:
         if needed <= self._allocated:
             return
         steps = -(-max(needed, self._allocated * 3 // 2) // _CACHE_STEP)
-        self._allocated = min(self.capacity, steps * _CACHE_STEP)
+        size = min(self.capacity, steps * _CACHE_STEP)
         for i in range(len(self._keys)):
-            self._keys[i] = self._grown(self._keys[i])
-            self._values[i] = self._grown(self._values[i])
+            self._keys[i] = self._grown(self._keys[i], size)
+            self._values[i] = self._grown(self._values[i], size)
+        self._allocated = size
 
-    def _grown(self, old: Array) -> Array:
-        new = np.empty((old.shape[0], self._allocated, old.shape[2]), np.float32)
+    def _grown(self, old: Array, size: int) -> Array:
+        new = np.empty((old.shape[0], size, old.shape[2]), np.float32)
         new[:, : self.length] = old[:, : self.length]
         return new
 
@@ -290,6 +291,15 @@ class _Layer:
     post_ln: Array  # (hidden,)
     gate_up_w: Array  # (2 * intermediate, hidden)
     down_w: Array  # (hidden, intermediate)
+
+
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """Where the tokens of a forward stand."""
+
+    start: int  # of the first one
+    cos: Array  # (T, D / 2)
+    sin: Array  # (T, D / 2)
 
 
 class ReferenceModel:
@@ -387,9 +397,9 @@ class ReferenceModel:
         x = self._embedded(ids)  # (T, hidden)
         if tap is not None:
             tap("embed", x)
-        cos, sin = _rope_tables(self._frequency, self._rope_factor, np.arange(start, start + len(ids)))
+        positions = self._positions(start, len(ids))
         for i, weights in enumerate(self._each_layer()):
-            x = self._run_layer(i, weights, x, cos, sin, start, cache, tap)
+            x = self._run_layer(i, weights, x, positions, cache, tap)
         if last_only:
             x = x[-1:]
         x = rms_norm(x, self._norm, eps=self.config.rms_norm_eps)
@@ -415,19 +425,13 @@ class ReferenceModel:
             cache.reserve(len(x))
             start = cache.length
         weights = self._read_layer(i) if self._layers is None else self._layers[i]
-        cos, sin = _rope_tables(self._frequency, self._rope_factor, np.arange(start, start + len(x)))
-        return self._run_layer(i, weights, x, cos, sin, start, cache, tap)
+        return self._run_layer(i, weights, x, self._positions(start, len(x)), cache, tap)
+
+    def _positions(self, start: int, count: int) -> _Positions:
+        return _Positions(start, *_rope_tables(self._frequency, self._rope_factor, np.arange(start, start + count)))
 
     def _run_layer(
-        self,
-        i: int,
-        w: _Layer,
-        x: Array,
-        cos: Array,
-        sin: Array,
-        start: int,
-        cache: ReferenceCache | None,
-        tap: Tap | None,
+        self, i: int, w: _Layer, x: Array, at: _Positions, cache: ReferenceCache | None, tap: Tap | None
     ) -> Array:
         config = self.config
         q_size, qk_size = config.q_size, config.q_size + config.kv_size
@@ -437,10 +441,10 @@ class ReferenceModel:
         h = rms_norm(x, w.input_ln, eps=config.rms_norm_eps)  # (T, hidden)
         qkv = linear(h, w.qkv_w, w.qkv_b)  # (T, q_size + 2 * kv_size)
         qk = qkv[:, :qk_size].reshape(n_tokens, n_heads + n_kv, config.head_dim)
-        qk_rope = rope(qk, cos, sin)  # queries and keys turn alike
+        qk_rope = rope(qk, at.cos, at.sin)  # queries and keys turn alike
         q, k = qk_rope[:, :n_heads], qk_rope[:, n_heads:]  # (T, heads, D), (T, KV heads, D)
         v = qkv[:, qk_size:].reshape(n_tokens, n_kv, config.head_dim)
-        q_start = 0 if cache is None else start
+        q_start = 0 if cache is None else at.start
         keys, values = (k, v) if cache is None else cache.write(i, k, v)  # (S, KV heads, D)
         attn = attention(q, keys, values, q_start=q_start, window=config.layer_windows[i])  # (T, q_size)
         o = linear(attn, w.o_w)  # (T, hidden)
