@@ -134,6 +134,7 @@ class ChatTemplate:
                 # Honest templates work in proportion to the conversation.
                 budget.steps += 200 * weight.nodes
                 budget.made += 64 * weight.size
+                budget.seconds += weight.size / 2e6
                 text = self._environment.concat(template.root_render_func(template.new_context(values)))
         except _RefusedError as error:
             raise ChatTemplateError(f"the chat template refuses these messages: {error.message!s:.1000}") from error
