@@ -41,9 +41,10 @@ def no_messages(device: Device) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Pipeline caches of the tests' own."""
+def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Pipeline caches of the tests' own; hazards between submissions are looked for, too."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VK_LAYER_ENABLES", "VALIDATION_CHECK_ENABLE_SYNCHRONIZATION_VALIDATION_QUEUE_SUBMIT")
         folder = str(tmp_path_factory.mktemp("cache"))
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setenv("LOCALAPPDATA", folder)
@@ -51,7 +52,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
-def shared_device(request: pytest.FixtureRequest, _own_cache: None) -> Iterator[Device]:
+def shared_device(request: pytest.FixtureRequest, _environment: None) -> Iterator[Device]:
     """One device of each backend for the whole run."""
     selector = os.environ.get("XINFER_TEST_DEVICE", request.param)
     try:
@@ -100,21 +101,21 @@ def vulkan_devices() -> Iterator[Callable[..., VulkanDevice]]:
 
 
 @pytest.fixture
-def open_vulkan(_own_cache: None) -> Iterator[Callable[..., VulkanDevice]]:
+def open_vulkan(_environment: None) -> Iterator[Callable[..., VulkanDevice]]:
     """Open Vulkan devices of the test's own."""
     with vulkan_devices() as open_one:
         yield open_one
 
 
 @pytest.fixture(scope="module")
-def open_vulkan_for_module(_own_cache: None) -> Iterator[Callable[..., VulkanDevice]]:
+def open_vulkan_for_module(_environment: None) -> Iterator[Callable[..., VulkanDevice]]:
     """Open Vulkan devices that the tests of a module share."""
     with vulkan_devices() as open_one:
         yield open_one
 
 
 @pytest.fixture
-def run_with_subgroups(_own_cache: None) -> Callable[..., str]:
+def run_with_subgroups(_environment: None) -> Callable[..., str]:
     """Run Python arguments (["-m", "pytest", ...] or ["-c", code]) in a process of its own, where the software driver
     has subgroups of 4, 8 or 16; what it printed. Skips where the device is no software driver.
     """

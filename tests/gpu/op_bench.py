@@ -128,7 +128,7 @@ class Bench:
         try:
             op(ops.Recorder(recording, self.kernels), *arguments, **options)
             recording.finish()
-            self.device.wait(self.device.submit(recording))
+            self.device.wait(self.device.submit(recording), timeout_s=300)  # lavapipe compiles on first use
         finally:
             recording.release()
         assert self.device.drain_debug_messages() == []

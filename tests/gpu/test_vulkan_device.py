@@ -12,6 +12,7 @@ from tests.gpu import tiny_spirv
 
 from xinfer.errors import DeviceError
 from xinfer.gpu._vk import transfer
+from xinfer.gpu._vk.core import Handle
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu.api import Bindable, BufferSlice, Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
@@ -253,14 +254,32 @@ def test_two_clocks_wait_for_each_other_only_where_they_must(
     assert device.download(a[:4]) == device.download(b[:4]) == b"\7\0\0\0"
 
 
-def test_a_buffer_may_go_before_its_upload_has_arrived(path_device: VulkanDevice) -> None:
-    kept = path_device.create_buffer(256)
-    for size in (64, transfer.SMALL + 4):
-        going = path_device.create_buffer(size)
-        path_device.upload(going, bytes(size))
-        path_device.upload(kept, words(64).data)
-        going.release()
-    assert path_device.download(kept) == words(64).tobytes()
+def test_a_buffer_may_go_before_its_upload_has_arrived(
+    path_device: VulkanDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = path_device
+    kept, going = device.create_buffer(256), device.create_buffer(64)
+    handle, order = going.handle, []
+    submit, destroy = device._transfer_queue.submit, device.core.destroy
+
+    def watch_submit(*arguments: Any) -> int:
+        order.append("submit")
+        return submit(*arguments)
+
+    def watch_destroy(item: Handle) -> None:
+        if item is handle:
+            order.append("destroy")
+        destroy(item)
+
+    monkeypatch.setattr(device._transfer_queue, "submit", watch_submit)
+    monkeypatch.setattr(device.core, "destroy", watch_destroy)
+    device.upload(going, bytes(64))
+    device.upload(kept, words(64).data)
+    going.release()
+    assert device.download(kept) == words(64).tobytes()
+    device.collect()
+    assert order.count("destroy") == 1
+    assert kept.mapped is not None or order.index("submit") < order.index("destroy")
     kept.release()
 
 

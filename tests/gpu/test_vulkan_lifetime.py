@@ -190,8 +190,37 @@ def test_a_failed_submission_counts_for_nothing(open_vulkan: OpenVulkan, monkeyp
             break_submit(device, patch, vk.VK_ERROR_OUT_OF_HOST_MEMORY)
             with pytest.raises(OutOfMemoryError, match="vkQueueSubmit failed: VK_ERROR_OUT_OF_HOST_MEMORY"):
                 device.submit(recording)
-        device.wait(device.submit(recording), timeout_s=5)
+        ticket = device.submit(recording)
+        assert ticket.value == 1
+        device.wait(ticket, timeout_s=5)
+        assert device.poll(ticket)
         assert device.download(buffer[:4]) == b"\x09\0\0\0"
+
+
+@pytest.mark.parametrize(("ahead", "lost"), [(0, False), (1, False), (2, True), (2**64 - 1, True)])
+def test_a_counter_far_ahead_is_a_lost_device(
+    open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch, ahead: int, lost: bool
+) -> None:
+    """One ahead is a submission of another thread that is not counted yet."""
+    device = open_vulkan()
+    ticket, _ = start_long_work(device, 1, 1)
+    device.wait(ticket)
+    queue = device._queue
+    queue.submitted += 1  # so that the counter is asked
+
+    def get_value(_device: int, _semaphore: int, value: Any) -> int:
+        value._obj.value = min(queue.submitted + ahead, 2**64 - 1)
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(device.core.vk, "vkGetSemaphoreCounterValue", get_value)
+        if lost:
+            with pytest.raises(DeviceLostError):
+                queue.completed()
+        else:
+            assert queue.completed() == queue.submitted + ahead
+    queue.submitted -= 1
+    device.core.lost = None
 
 
 def resident_kib() -> int:

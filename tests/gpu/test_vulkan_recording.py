@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.gpu import tiny_spirv
 
 from xinfer.errors import DeviceError
+from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu.api import Bindable, Device, KernelCode
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
@@ -266,6 +268,27 @@ def test_required_subgroup_sizes_are_kept(device: Device) -> None:
     while size <= device.info.subgroup_size_max:
         assert subgroup_sizes(device, size) == {size}
         size *= 2
+
+
+def test_a_required_subgroup_size_reaches_the_driver(open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver with one size obeys by itself, so look at what it is told."""
+    device = open_vulkan()
+    if not {"subgroup_size_control", "full_subgroups"} <= device.info.features:
+        pytest.skip("the driver cannot be told")
+    size = device.info.subgroup_size_max
+    told: list[tuple[int, int]] = []
+    create = device.core.vk.vkCreateComputePipelines
+
+    def watch(*arguments: Any) -> Any:
+        stage = arguments[3]._obj.stage
+        kind = vk.VkPipelineShaderStageRequiredSubgroupSizeCreateInfo
+        told.append((kind.from_address(stage.pNext).requiredSubgroupSize if stage.pNext else 0, stage.flags))
+        return create(*arguments)
+
+    monkeypatch.setattr(device.core.vk, "vkCreateComputePipelines", watch)
+    for required in (None, size):
+        device.create_kernel(tiny_spirv.subgroup_size(required)).release()
+    assert told == [(0, 0), (size, vk.VK_PIPELINE_SHADER_STAGE_CREATE_REQUIRE_FULL_SUBGROUPS_BIT)]
 
 
 @pytest.mark.parametrize("size", [4, 8, 16])

@@ -292,6 +292,7 @@ def sealed(data: bytes) -> bytes:
         lambda content: content[: len(content) // 2],
         lambda content: content[:-1] + bytes([content[-1] ^ 1]),
         lambda content: b"?" + content[1:],
+        lambda content: cache.MAGIC + bytes(32) + content[len(cache.MAGIC) + 32 :],  # the right data, another digest
         lambda content: sealed(b""),
         lambda content: sealed(content[len(cache.MAGIC) + 32 :][: sizeof(vk.VkPipelineCacheHeaderVersionOne) - 1]),
         lambda content: sealed(bytes(4096)),
