@@ -7,7 +7,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from tests.gpu.op_bench import DTYPES, UNIT, Array, Bench, assert_close, cache_array
+from tests.gpu.op_bench import DTYPES, UNIT, Array, Bench, Output, assert_close, cache_array
 
 from xinfer import ops
 from xinfer.model import reference
@@ -97,6 +97,7 @@ def run(
     """The device's result, (T, heads * head_dim)."""
     state, q, cache = case.put(bench)
     out = bench.out(len(case.places), q.width + 5)
+    counted: list[Output] = []
 
     def record(on: ops.Recorder) -> None:
         longest = case.table.shape[1] * ops.BLOCK_TOKENS
@@ -105,10 +106,20 @@ def run(
         )
         assert n_splits is None or plan.n_splits == n_splits
         scratch = bench.out(plan.scratch_bytes // 4).place if plan.scratch_bytes else None
+        counters = None
+        if plan.counter_bytes:
+            zeros = np.zeros(plan.counter_bytes // 4, np.uint32)
+            counted.append(bench.out(zeros.size, dtype=np.uint32, fill=zeros))
+            counters = counted[0].place
         target = out.rows().columns(5, q.width)
-        ops.attention(on, plan, state, q, cache, target, window=window, scratch=scratch, label="attn")
+        options: dict[str, Any] = {"window": window, "scratch": scratch, "counters": counters, "label": "attn"}
+        ops.attention(on, plan, state, q, cache, target, **options)
+        if counters:  # again, as a replay does: the first run must have left the counters at 0
+            on.recording.barrier()
+            ops.attention(on, plan, state, q, cache, target, **options)
 
     bench.run(record)
+    assert all((counters.read() == 0).all() for counters in counted)
     found = out.read()
     assert np.isnan(found[:, :5]).all()
     return np.asarray(found[:, 5:])

@@ -29,6 +29,7 @@ class AttentionPlan:
     variant: Variant
     n_splits: int
     scratch_bytes: int  # float32 partial results; 0 with one split
+    counter_bytes: int = 0  # u32, zero before the first use, and again after each; 0 where a second dispatch combines
 
     def grid(self, *, n_heads: int, n_kv_heads: int, n_rows: int) -> Groups:
         """Workgroups of the kernel."""
@@ -42,13 +43,17 @@ def plan_attention(
     n_heads: int,
     n_rows: int,
     max_keys: int,
+    one_pass: bool = False,
     variant: str | None = None,
     n_splits: int | None = None,
 ) -> AttentionPlan:
-    """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each."""
+    """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each.
+
+    With `one_pass`, few rows take one dispatch in place of two, where the device can: the plan then asks for counters.
+    """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
-    chosen = on.choose(attention_candidates(cache, n_rows), variant)
+    chosen = on.choose(attention_candidates(cache, n_rows, one_pass=one_pass), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else BUSY_GROUPS
     if n_splits is None:
@@ -57,7 +62,8 @@ def plan_attention(
         expect(n_splits < ATTENTION_SPLITS_MAX, f"{max_keys} keys are more than {chosen.id} can walk over")
         n_splits = min(2 * n_splits, ATTENTION_SPLITS_MAX)
     scratch = 0 if n_splits == 1 else 4 * n_rows * n_heads * n_splits * (cache.head_dim + 2)
-    return AttentionPlan(chosen, n_splits, scratch)
+    counters = 4 * groups if "counters" in chosen.buffers else 0
+    return AttentionPlan(chosen, n_splits, scratch, counters)
 
 
 def attention(
@@ -70,12 +76,14 @@ def attention(
     *,
     window: int | None = None,
     scratch: Bindable | None = None,
+    counters: Bindable | None = None,
     label: str,
 ) -> None:
     """`out = softmax(q @ K^T / sqrt(head_dim)) @ V` for every head, causal: q, out (T, n_heads * head_dim).
 
     Row t stands at its position in `state` and sees the keys of its sequence up to that position, the last `window` of
-    them where one is given; its own key must have been appended. `scratch` holds `plan.scratch_bytes`.
+    them where one is given; its own key must have been appended. `scratch` holds `plan.scratch_bytes`, and `counters`
+    `plan.counter_bytes`; recordings that may run at the same time need their own.
     """
     dim = cache.head_dim
     expect(q.width == out.width and q.width % dim == 0 and q.n == out.n, f"{label}: q and out differ in shape")
@@ -94,29 +102,37 @@ def attention(
     }
     whole = plan.n_splits == 1
     needed = 4 * q.n * n_heads * plan.n_splits * (dim + 2)
-    result = out.place if scratch is None or whole else scratch
+    partial = out.place if scratch is None or whole else scratch
     expect(whole or (scratch is not None and scratch.size >= needed), f"{label}: the scratch needs {needed} bytes")
+    one_pass = plan.counter_bytes > 0
     buffers = {
         "q": q.place,
         "k_cache": cache.k,
         "v_cache": cache.v,
         "block_table": cache.table,
         "state": state,
-        "result": result,
+        "result": out.place if one_pass else partial,
     }
+    if one_pass:
+        enough = counters is not None and counters.size >= plan.counter_bytes
+        expect(enough, f"{label}: the counters need {plan.counter_bytes} bytes")
+        assert counters is not None
+        buffers |= {"partial": partial, "counters": counters}
     grid = plan.grid(n_heads=n_heads, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
     on.dispatch(plan.variant, buffers, constants, grid, label)
-    if not whole:
+    if not whole and not one_pass:
         on.recording.barrier()
         combine = on.choose(["attention.combine"], None)
-        on.dispatch(combine, {"partial": result, "result": out.place}, constants, (n_heads, q.n, 1), f"{label}.combine")
+        on.dispatch(
+            combine, {"partial": partial, "result": out.place}, constants, (n_heads, q.n, 1), f"{label}.combine"
+        )
 
 
-def attention_candidates(cache: CacheBlocks, n_rows: int) -> list[str]:
+def attention_candidates(cache: CacheBlocks, n_rows: int, *, one_pass: bool = False) -> list[str]:
     """Variants that fit, best first: tiles of queries for many rows, shared loads of K and V for few."""
     forms = ["plain"]
     if cache.head_dim % 8 == 0:
-        forms.insert(0, "decode")
+        forms = ["decode_one_pass", "decode", "plain"] if one_pass else ["decode", "plain"]
         if n_rows >= PREFILL_ROWS:
             forms = [f"prefill{dim}" for dim in (64, 128) if cache.head_dim <= dim] + forms
     return [f"attention.{cache.format}.{form}" for form in forms]
@@ -137,6 +153,8 @@ def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: 
     a_tile += ceil_div(group, 4 * (group // pieces))
     staging = ceil_div(ATTENTION_HEADS_A_LOAD * head_dim // 4, group)
     end = ATTENTION_HEADS_A_LOAD * (lanes_a_head + ceil_div(head_dim, group) * (1 + group // pieces))
+    if variant.define("ONE_PASS"):
+        end += ATTENTION_HEADS_A_LOAD * (2 * n_splits + 2 * ceil_div(n_splits, group) + 2 * (1 + n_splits))
     return ceil_div(keys, group) * a_tile + staging + end
 
 

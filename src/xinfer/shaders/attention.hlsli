@@ -24,17 +24,27 @@ struct KeyRange {
     uint end;
 };
 
+// Keys of each split of a query that sees so many: whole blocks.
+uint split_size(uint n_keys) {
+    uint keys = (n_keys + constants.n_splits - 1u) / constants.n_splits;
+    return (keys + BLOCK_TOKENS - 1u) / BLOCK_TOKENS * BLOCK_TOKENS;
+}
+
 // The keys of one split. The grid is fixed and the length is data: splits past the end are empty (begin >= end).
 KeyRange split_keys(uint position, uint split) {
     KeyRange range = { 0u, 0u };
     if (position == UNUSED_ROW) return range;
     uint first = first_key(position, constants.window);
-    uint keys = position + 1u - first;
-    uint a_split = (keys + constants.n_splits - 1u) / constants.n_splits;
-    a_split = (a_split + BLOCK_TOKENS - 1u) / BLOCK_TOKENS * BLOCK_TOKENS;
+    uint a_split = split_size(position + 1u - first);
     range.begin = first + split * a_split;
     range.end = min(range.begin + a_split, position + 1u);
     return range;
+}
+
+// How many splits have keys.
+uint active_splits(uint position) {
+    uint n_keys = position + 1u - first_key(position, constants.window), a_split = split_size(n_keys);
+    return (n_keys + a_split - 1u) / a_split;
 }
 
 // Where a (row, head, split)'s partial result begins: head_dim sums, then the largest score, then the sum of weights.

@@ -85,8 +85,7 @@ KeyRange tile_keys(uint sequence, uint split) {
             end = max(end, positions[row] + 1u);
         }
     }
-    uint a_split = (end - first + constants.n_splits - 1u) / constants.n_splits;
-    a_split = (a_split + BLOCK_TOKENS - 1u) / BLOCK_TOKENS * BLOCK_TOKENS;
+    uint a_split = split_size(end - first);
     KeyRange range = { first + split * a_split, min(first + (split + 1u) * a_split, end) };
     return range;
 }

@@ -281,44 +281,36 @@ ATTENTION_CONSTANTS = (
 
 
 def _attention() -> Iterator[Variant]:
-    heads, dim_max = ATTENTION_HEADS_A_LOAD, ATTENTION_DIM_MAX
+    buffers = ("q", "k_cache", "v_cache", "block_table", "state", "result")
     for name in ("f32", "f16"):
-        for form, group, shared in (
-            ("plain", 64, 4 * 64 * 2),
-            ("decode", 128, 4 * (heads * dim_max + heads * 128 + 128 + 128 + heads)),
-        ):
-            yield Variant(
-                id=f"attention.{name}.{form}",
-                op="attention",
-                source=f"attention_{form}.hlsl",
-                defines=(("FORMAT", FORMATS[name]), ("GROUP", group)),
-                buffers=("q", "k_cache", "v_cache", "block_table", "state", "result"),
-                constants=ATTENTION_CONSTANTS,
-                workgroup=(group, 1, 1),
-                shared_bytes=shared,
-            )
+        number = ("FORMAT", FORMATS[name])
+        yield _attention_kernel(f"{name}.plain", "plain", (number, ("GROUP", 64)), buffers, 64, 2 * 64)
+        heads, lanes = ATTENTION_HEADS_A_LOAD, 128
+        floats = heads * ATTENTION_DIM_MAX + heads * lanes + lanes + lanes + heads
+        for one_pass in (0, 1):
+            form = "decode_one_pass" if one_pass else "decode"
+            defines = (number, ("GROUP", lanes), ("ONE_PASS", one_pass))
+            extra = ("partial", "counters") if one_pass else ()
+            yield _attention_kernel(f"{name}.{form}", "decode", defines, (*buffers, *extra), lanes, floats + one_pass)
         for dim_max, keys in ((64, 32), (128, 16)):
-            rows = ATTENTION_QUERIES
+            rows, defines = ATTENTION_QUERIES, (number, ("DIM_MAX", dim_max), ("KEYS", keys))
             floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
-            yield Variant(
-                id=f"attention.{name}.prefill{dim_max}",
-                op="attention",
-                source="attention_prefill.hlsl",
-                defines=(("FORMAT", FORMATS[name]), ("DIM_MAX", dim_max), ("KEYS", keys)),
-                buffers=("q", "k_cache", "v_cache", "block_table", "state", "result"),
-                constants=ATTENTION_CONSTANTS,
-                workgroup=(128, 1, 1),
-                shared_bytes=4 * floats,
-            )
-    yield Variant(
-        id="attention.combine",
+            yield _attention_kernel(f"{name}.prefill{dim_max}", "prefill", defines, buffers, 128, floats)
+    yield _attention_kernel("combine", "combine", (("GROUP", 64),), ("partial", "result"), 64, ATTENTION_SPLITS_MAX)
+
+
+def _attention_kernel(
+    name: str, source: str, defines: tuple[tuple[str, int], ...], buffers: tuple[str, ...], lanes: int, floats: int
+) -> Variant:
+    return Variant(
+        id=f"attention.{name}",
         op="attention",
-        source="attention_combine.hlsl",
-        defines=(("GROUP", 64),),
-        buffers=("partial", "result"),
+        source=f"attention_{source}.hlsl",
+        defines=defines,
+        buffers=buffers,
         constants=ATTENTION_CONSTANTS,
-        workgroup=(64, 1, 1),
-        shared_bytes=4 * ATTENTION_SPLITS_MAX,
+        workgroup=(lanes, 1, 1),
+        shared_bytes=4 * floats,
     )
 
 

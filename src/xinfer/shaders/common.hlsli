@@ -8,11 +8,14 @@
 #ifdef XINFER_D3D
 #define READS(TYPE, NAME, SLOT) StructuredBuffer<TYPE> NAME : register(t##SLOT)
 #define WRITES(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
+#define SHARED_WRITES(TYPE, NAME, SLOT) WRITES(TYPE, NAME, SLOT)
 #define CONSTANTS(TYPE, NAME) ConstantBuffer<TYPE> NAME : register(b0)
 #define UNROLL [unroll]
 #else
 #define READS(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] StructuredBuffer<TYPE> NAME
 #define WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] RWStructuredBuffer<TYPE> NAME
+// Workgroups of one dispatch read what others wrote.
+#define SHARED_WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] globallycoherent RWStructuredBuffer<TYPE> NAME
 #define CONSTANTS(TYPE, NAME) [[vk::push_constant]] ConstantBuffer<TYPE> NAME
 #define UNROLL [ForceUnroll]
 #endif

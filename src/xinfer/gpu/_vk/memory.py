@@ -138,7 +138,8 @@ class VulkanBuffer:
         self.size = size
         self.kind: BufferKind = kind
         self.label = label
-        self.users: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._users_lock = threading.Lock()  # one thread may upload while another records
         self.released = False
         self.mapped: memoryview | None = None
         self.cached = False  # the host reads it at full speed
@@ -167,6 +168,21 @@ class VulkanBuffer:
     def __getitem__(self, span: slice) -> BufferSlice:
         """`buffer[start:stop]`, in bytes."""
         return BufferSlice(self, 0, self.size)[span]
+
+    def users(self) -> list[Segment]:
+        """The recorded segments that touch it."""
+        with self._users_lock:
+            return list(self._users)
+
+    def add_user(self, segment: Segment) -> None:
+        """A segment touches it from now on."""
+        with self._users_lock:
+            self._users.add(segment)
+
+    def drop_user(self, segment: Segment) -> None:
+        """A segment was released."""
+        with self._users_lock:
+            self._users.discard(segment)
 
     @property
     def native(self) -> int:
@@ -206,7 +222,7 @@ class VulkanBuffer:
         if self.released:
             return
         self.released = True
-        for segment in list(self.users):
+        for segment in self.users():
             segment.break_off(f"it uses buffer {self.label!r}, which is released")
         if self.mapped is not None:
             self.mapped.release()

@@ -192,7 +192,7 @@ class VulkanRecording:
         self._finished = True
         for part in self.parts:
             for buffer in part.buffers:
-                buffer.users.discard(part)
+                buffer.drop_user(part)
         self.owner.retire(self._pool, *self._set_pools, *self.queries.pools)
         for kernel in self._kernels:
             kernel.drop()
@@ -234,7 +234,7 @@ class VulkanRecording:
             buffer = buffer_of(item)
             if buffer not in part.buffers:
                 part.buffers.add(buffer)
-                buffer.users.add(part)
+                buffer.add_user(part)
 
     def _descriptor_set(self, slices: Sequence[BufferSlice]) -> int:
         """A set with these slices bound; equal ones share it."""

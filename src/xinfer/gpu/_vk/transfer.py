@@ -166,7 +166,7 @@ class Transfers:
         return buffer_of(target).mapped is not None
 
     def _last_use(self, buffer: VulkanBuffer) -> int:
-        return max((segment.last_value for segment in list(buffer.users)), default=0)
+        return max((segment.last_value for segment in buffer.users()), default=0)
 
     def _upload_small(self, target: BufferSlice, source: memoryview) -> None:
         with self._lock:
