@@ -1,18 +1,18 @@
-"""The model on a device beyond its numbers: loading, memory, queued steps, chunks, bad numbers, and giving things back."""
+"""The model on a device beyond its numbers: loading, memory, queued steps, chunks, bad numbers, giving things back."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from safetensors.numpy import load_file, save_file
 from tests.conftest import CheckpointFactory
 from tools import build_shaders
@@ -57,10 +57,10 @@ def on(device: Device, folder: Path, **options: Any) -> Iterator[QwenModel]:
         yield model
 
 
-def expected_logits(folder: Path, ids: Sequence[int], round_to: RoundTo | None = "float16") -> Array:
+def expected_logits(folder: Path, ids: ArrayLike, round_to: RoundTo | None = "float16") -> Array:
     oracle = ReferenceModel(ModelWeights.open(folder), keep=True, round_to=round_to)
     try:
-        return oracle.forward(list(ids))
+        return oracle.forward(ids)
     finally:
         oracle.close()
 
@@ -114,7 +114,7 @@ def test_every_weight_lies_where_the_layout_says(
                     stored = weights.read(place.name)
                     dtype: Any = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[place.format]
                     found = np.frombuffer(device.download(buffer[place.offset : place.end]), dtype)
-                    rows = found.reshape(place.rows, place.stride // dtype().itemsize)
+                    rows = found.reshape(place.rows, place.stride // np.dtype(dtype).itemsize)
                     expected = stored.reshape(place.rows, place.columns).astype(dtype)
                     assert np.array_equal(rows[:, : place.columns], expected), place.name
                     assert not rows[:, place.columns :].any(), place.name
@@ -453,17 +453,17 @@ def test_an_interrupt_leaves_cache_and_model_usable(
             lambda: model.forward(PROMPT[2:], cache),
         ):
             count = itertools.count()
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):  # some have fewer waits than `at`
                 patch.setattr(device, "wait", interrupted)
-                run()  # type: ignore[no-untyped-call]
-                raise KeyboardInterrupt  # fewer waits than `at`
-            cache.truncate(min(cache.length, 2))
-        assert np.array_equal(model.forward([*PROMPT[2:], 1, 2], cache, last_only=True), expected)
+                run()
+            cache.truncate(2)
+        assert error_of(model.forward([*PROMPT[2:], 1, 2], cache, last_only=True), expected) < LIMIT
         cache.truncate(len(PROMPT) - 1)
         count = itertools.count()
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(device, "wait", interrupted)
-            list(model.greedy(PROMPT[-1], cache, limit=20))
+            with pytest.raises(KeyboardInterrupt):
+                list(model.greedy(PROMPT[-1], cache, limit=20))
         cache.truncate(len(PROMPT) - 1)
         assert list(model.greedy(PROMPT[-1], cache, limit=20)) == answer
 
@@ -564,3 +564,5 @@ def test_closing_twice_is_closing_once(device: Device, checkpoint: CheckpointFac
     next(answer)  # steps are in flight
     model.close()
     model.close()
+    device.flush_uploads()
+    device.download(device.create_buffer(16)[:])  # what was in flight has ended

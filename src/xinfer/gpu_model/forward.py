@@ -81,6 +81,7 @@ class Network:
     pool: BlockPool
     rope_table: Buffer  # float32 (positions, head_dim / 2, 2)
     scratch: Buffer  # partial results of attention
+    counters: Buffer  # u32: splits of attention that are done, zero between steps
     max_keys: int  # of one sequence
 
     def cache(self, i: int) -> CacheBlocks:
@@ -128,6 +129,7 @@ class Pass:
             n_heads=self.config.num_attention_heads,
             n_rows=n,
             max_keys=network.max_keys,
+            one_pass=n == 1,
         )
 
     @property
@@ -202,6 +204,7 @@ class Pass:
             self.attn,
             window=self.config.layer_windows[i],
             scratch=self.network.scratch,
+            counters=self.network.counters,
             label=f"{name}.attn",
         )
         self.done(f"{name}.attn", (f"{name}.attn", self.attn))
