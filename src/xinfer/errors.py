@@ -23,7 +23,18 @@ from __future__ import annotations
 
 
 class XinferError(Exception):
-    """Base of every error that xinfer raises on purpose."""
+    """Base of every error that xinfer raises on purpose.
+
+    Control characters and half characters, which a broken file or a file's name may bring into a message, stand in it
+    as their escapes: it can always be printed, and steers no terminal.
+    """
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__("".join(map(_visible, message)))
+
+
+def _visible(char: str) -> str:
+    return char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode("ascii")
 
 
 class RequestError(XinferError):

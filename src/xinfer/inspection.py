@@ -112,7 +112,7 @@ def explain_messages(
     stop_ids = sources.pop("stop_ids")
     return {
         "model": str(checkpoint.folder),
-        "chat_template": checkpoint.require_chat_template().source,
+        "chat_template": checkpoint.require_chat_template().origin,
         "prompt": prompt,
         "token_ids": ids,
         "tokens": [checkpoint.tokenizer.token(token) for token in ids],

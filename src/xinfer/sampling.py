@@ -1,8 +1,9 @@
 """From logits to the next token id.
 
 The processors run in the order that transformers gives them: logit bias, repetition penalty, presence and frequency
-penalty, temperature, top-k, top-p, min-p; what is left is renormalised and one token is drawn. Ties are cut as
-transformers cuts them: top-k keeps every token that equals the k-th, top-p drops the lower ids of a tie first.
+penalty, temperature, top-k, top-p, min-p; what is left is renormalised and one token is drawn. Ties: as in
+transformers, top-k keeps every token that equals the k-th, and top-p keeps as many of a tie as it needs; which ones
+transformers leaves to an unstable sort, here they are the lower ids.
 
 Randomness is a function of (seed, position) alone: the uniform number comes from Philox4x32-10 (Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3"), keyed with the seed and counting positions. It needs 32-bit integers
@@ -29,6 +30,7 @@ MAX_SEED = 2**64 - 1
 
 # Larger than any logit can usefully become, and small enough that sums of two stay finite in float64.
 _LARGEST_SCORE = 1e300
+_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +176,7 @@ class Sampler:
             scores[self._bias_ids] += self._bias
         if self.repetition_penalty != 1.0:
             ids = np.flatnonzero(self._seen)
-            seen = scores[ids]
-            seen = np.where(seen < 0, seen * self.repetition_penalty, seen / self.repetition_penalty)
-            scores[ids] = np.clip(seen, None, _LARGEST_SCORE)
+            scores[ids] = _repeated(scores[ids], self.repetition_penalty)
         if self.params.presence_penalty or self.params.frequency_penalty:
             ids = np.flatnonzero(self._counts)
             scores[ids] -= self.params.presence_penalty + self.params.frequency_penalty * self._counts[ids]
@@ -192,19 +192,22 @@ class Sampler:
         if self.temperature == 0.0:
             return np.array([scores.argmax()]), np.ones(1)
         ids, weights = self._kept(scores)
-        order = np.argsort(-weights, kind="stable")
+        order = np.argsort(-weights, kind="stable")[: np.count_nonzero(weights)]
         return ids[order], weights[order] / weights.sum()
 
     def _kept(self, scores: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Ids that survive, ascending, and their weights (probabilities up to a common factor)."""
-        if 0 < self.top_k < scores.size:
-            kth = np.partition(scores, -self.top_k)[-self.top_k]
-            ids = np.flatnonzero(scores >= kth)
+        highest = scores.max()
+        if self.top_k:
+            ids = best(scores, self.top_k)
+        elif self.min_p > 0.0 and self.top_p == 1.0:
+            # Far fewer exponentials; the margin leaves the borderline to the exact comparison below.
+            ids = np.flatnonzero(scores >= highest + self.temperature * (math.log(self.min_p) - 1e-6))
         else:
             ids = np.arange(scores.size)
-        best = scores.max()
-        # The best score is subtracted first so that a tiny temperature cannot overflow.
-        weights = np.exp((scores[ids] - best) / self.temperature)
+        # The highest score is subtracted first so that a tiny temperature cannot overflow.
+        with np.errstate(over="ignore"):
+            weights = np.exp((scores[ids] - highest) / self.temperature)
         if self.top_p < 1.0:
             ids, weights = nucleus(ids, weights / weights.sum(), self.top_p)
         if self.min_p > 0.0:
@@ -226,30 +229,48 @@ class Sampler:
         return Sampled(token, chosen, tuple((int(i), float(logprobs[i])) for i in ids if logprobs[i] > -np.inf))
 
 
+def _repeated(scores: NDArray[np.float64], penalty: float) -> NDArray[np.float64]:
+    """Scores of ids that are there already; forbidden ones stay so, and the others stay finite."""
+    with np.errstate(over="ignore"):
+        penalised = np.where(scores < 0, scores * penalty, scores / penalty)
+    return np.where(np.isneginf(scores), scores, np.clip(penalised, -_LARGEST_SCORE, _LARGEST_SCORE))
+
+
+def best(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
+    """Indices, ascending, of the `count` largest values and of all that equal the last of them."""
+    if count >= values.size:
+        return np.arange(values.size)
+    # The maxima of blocks give a floor below which nothing can be among the largest: partitioning all values of a
+    # large vocabulary takes several times as long.
+    blocks = values[: values.size // _BLOCK * _BLOCK].reshape(-1, _BLOCK)  # (values.size // _BLOCK, _BLOCK)
+    if blocks.shape[0] > 2 * count:
+        picked = np.flatnonzero(values >= np.partition(blocks.max(axis=1), -count)[-count])
+    else:
+        picked = np.arange(values.size)
+    among = values[picked]
+    kept: NDArray[np.int64] = picked[among >= np.partition(among, -count)[-count]]
+    return kept
+
+
 def nucleus(
     ids: NDArray[np.int64], probs: NDArray[np.float64], top_p: float
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The smallest set of best tokens whose probability exceeds `top_p`, ids ascending; at least one.
 
-    As in transformers, a token goes when the mass of it and of everything less probable is at most 1 - top_p, and
-    among equals the lower ids go first. Only as many of the best are sorted as are needed.
+    As in transformers, a token goes when the mass of it and of everything behind it is at most 1 - top_p. Lower ids
+    come first among equals. Only as many of the best are sorted as are needed.
     """
     for size in (1024, 16384, probs.size):
-        if size >= probs.size:
-            picked = np.arange(probs.size)
-            tail = 0.0
-        else:
-            picked = probs >= np.partition(probs, -size)[-size]
-            tail = float(probs[~picked].sum())
-            if tail > 1.0 - top_p:
-                continue
-            picked = np.flatnonzero(picked)
-        order = picked[np.argsort(probs[picked], kind="stable")]
-        gone = tail + np.cumsum(probs[order]) <= 1.0 - top_p
-        gone[-1] = False
-        keep = np.sort(order[~gone])
-        return ids[keep], probs[keep]
-    raise AssertionError("the last size sorts everything")
+        picked = best(probs, size)
+        tail = 0.0 if picked.size == probs.size else 1.0 - float(probs[picked].sum())
+        if tail <= 1.0 - top_p or picked.size == probs.size:
+            break
+    order = picked[np.argsort(-probs[picked], kind="stable")]
+    mass_from_here = tail + np.cumsum(probs[order][::-1])[::-1]
+    keep = mass_from_here > 1.0 - top_p
+    keep[0] = True
+    kept = np.sort(order[keep])
+    return ids[kept], probs[kept]
 
 
 def draw(ids: NDArray[np.int64], weights: NDArray[np.float64], u: float) -> int:
@@ -259,30 +280,32 @@ def draw(ids: NDArray[np.int64], weights: NDArray[np.float64], u: float) -> int:
     """
     target = u * weights.sum()
     for size in (256, 8192, weights.size):
-        if size >= weights.size:
-            picked = np.arange(weights.size)
-        else:
-            picked = np.flatnonzero(weights >= np.partition(weights, -size)[-size])
+        picked = best(weights, size)
         order = picked[np.argsort(-weights[picked], kind="stable")]
         reached = np.cumsum(weights[order])
         if target < reached[-1]:
             return int(ids[order[np.searchsorted(reached, target, side="right")]])
-    return int(ids[order[np.count_nonzero(weights[order]) - 1]])  # rounding: u was almost 1
+    return int(ids[order[np.count_nonzero(weights) - 1]])  # rounding: u was almost 1
 
 
 def largest(values: NDArray[np.float64], count: int) -> NDArray[np.int64]:
     """Indices of the `count` largest values, largest first, lower indices first among equals."""
-    count = min(count, values.size)
     if count == 0:
         return np.empty(0, dtype=np.int64)
-    picked = np.flatnonzero(values >= np.partition(values, -count)[-count])
-    order = picked[np.argsort(-values[picked], kind="stable")]
+    picked = best(values, count)
+    order: NDArray[np.int64] = picked[np.argsort(-values[picked], kind="stable")]
     return order[:count]
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 24 random bits, decided by (seed, position): Philox word 0 of counter (position, 0, 0, 0)."""
-    word = philox4x32((position & 0xFFFFFFFF, 0, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))[0]
+    """A number in [0, 1) with 24 random bits, decided by seed and position.
+
+    Its bits are the upper ones of Philox4x32-10's first word, with the seed's words (low, high) as the key and
+    (position, 0, 0, 0) as the counter.
+    """
+    assert 0 <= seed <= MAX_SEED, seed
+    assert 0 <= position < 2**32, position
+    word = philox4x32((position, 0, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))[0]
     return (word >> 8) * 2.0**-24
 
 
@@ -310,8 +333,8 @@ def _check_finite(logits: NDArray[np.float32], position: int) -> None:
         return
     bad = np.flatnonzero(~finite)
     raise NumericalError(
-        f"the logits for position {position} hold {bad.size} values that are NaN or infinite (the first at id {bad[0]}), "
-        "so no token can be chosen; the weights may be damaged, or the device computed wrongly: try device='cpu'"
+        f"the logits for position {position} hold {bad.size} NaN or infinite values, the first at id {bad[0]}; "
+        "expected finite numbers: the weights may be damaged, or the device computed wrongly: try device='cpu'"
     )
 
 

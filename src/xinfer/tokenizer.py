@@ -12,6 +12,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,7 +41,7 @@ _PARTS = {
         "Sequence", "Strip", "StripAccents",
     },
     "pre_tokenizer": {
-        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
+        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation",
         "Sequence", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
     },
     "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"},
@@ -63,9 +64,12 @@ class Tokenizer:
         # transformers cuts and pads only when asked to, whatever the file says.
         backend.no_truncation()
         backend.no_padding()
+        # The library keeps its cache of words for as long as the thread lives, long after the tokenizer is gone.
+        if hasattr(backend.model, "_resize_cache"):
+            backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self._ids = np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
+        self._ids = np.unique(np.fromiter(backend.get_vocab(with_added_tokens=True).values(), dtype=np.int64))
         if not self._ids.size:
             raise TokenizerError("the tokenizer has no tokens; expected a vocabulary: take the file from the original")
         self.size = int(self._ids[-1]) + 1
@@ -164,6 +168,15 @@ class Tokenizer:
         """Names of the steps that turn tokens into text, as in tokenizer.json."""
         return self._decoder_types
 
+    @cached_property
+    def letter_ids(self) -> tuple[int, ...]:
+        """One id that is a plain Latin letter or word, where there is one: something for later ids to follow."""
+        for token_id in map(int, self._ids):
+            token = self.token(token_id)
+            if token and token.isascii() and token.isalpha() and not self.is_special(token_id):
+                return (token_id,)
+        return ()
+
 
 class IncrementalDecoder:
     """The text of a growing list of ids, a piece at a time and never half a character.
@@ -177,7 +190,9 @@ class IncrementalDecoder:
         self._skip_special_tokens = skip_special_tokens
         self._byte_level = tokenizer.decoder_types == {"ByteLevel"}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._shown: list[int] = []  # the ids last turned into text: what comes next may depend on them
+        # What an id becomes may depend on those before it: the last that became text, and before them a letter, so that
+        # they do not count as the text's beginning, where decoders strip spaces.
+        self._before: list[int] = []
         self._pending: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -201,8 +216,8 @@ class IncrementalDecoder:
         return self._flush(final=True)
 
     def _flush(self, *, final: bool = False) -> str:
-        before = self._decode(self._shown)
-        after = self._decode(self._shown + self._pending)
+        before = self._decode(self._before)
+        after = self._decode(self._before + self._pending)
         if not after.startswith(before):
             before = before[: _common_prefix(before, after)]
         new = after[len(before) :]
@@ -210,7 +225,7 @@ class IncrementalDecoder:
         if not final and len(self._pending) < 16 and (not new or new.endswith("\ufffd")):
             return ""
         if new:
-            self._shown = self._pending
+            self._before = [*self._tokenizer.letter_ids, *self._pending]
         self._pending = []
         return new
 
@@ -362,8 +377,12 @@ def _read_text(file: Path) -> str:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    return _parsed(_read_text(file), file)
+
+
+def _parsed(text: str, file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(_read_text(file))
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}; download it again") from error
     if not isinstance(data, dict):
@@ -381,10 +400,11 @@ def _missing(folder: Path) -> str:
 
 
 def _from_json(file: Path) -> tokenizers.Tokenizer:
-    data = _read_json(file)
+    text = _read_text(file)
+    data = _parsed(text, file)
     _check_parts(data, file)
     _check_model(data.get("model"), file)
-    backend = tokenizers.Tokenizer.from_str(json.dumps(data))
+    backend = tokenizers.Tokenizer.from_str(text)
     for token in data.get("added_tokens") or ():
         _check_id(backend, token["content"], token["id"], file)
     return backend
@@ -401,6 +421,22 @@ def _check_parts(data: dict[str, Any], file: Path) -> None:
                 raise TokenizerError(
                     f"{file}: unsupported {name} {kind!r:.80}; expected one of {', '.join(sorted(known))}"
                 )
+            if kind == "TemplateProcessing":
+                _check_template(part, file)
+
+
+def _check_template(part: dict[str, Any], file: Path) -> None:
+    """The library panics at the first text where a template has a token that its own table lacks."""
+    table = part.get("special_tokens")
+    for form in ("single", "pair"):
+        pieces = part.get(form)
+        for piece in pieces if isinstance(pieces, list) else ():
+            special = piece.get("SpecialToken") if isinstance(piece, dict) else None
+            if isinstance(special, dict) and special.get("id") not in (table if isinstance(table, dict) else ()):
+                raise TokenizerError(
+                    f"{file}: the post_processor puts {special.get('id')!r:.80} around texts, but its special_tokens "
+                    "do not list it; take the file from the original checkpoint"
+                )
 
 
 def _check_model(model: Any, file: Path) -> None:
@@ -412,8 +448,28 @@ def _check_model(model: Any, file: Path) -> None:
     if kind == "BPE" and model.get("continuing_subword_prefix"):
         # The library panics where a merge is shorter than this prefix.
         raise TokenizerError(f"{file}: unsupported continuing_subword_prefix in a BPE model; expected none")
+    if kind == "BPE":
+        _check_merges(model.get("vocab"), model.get("merges"), file)
+    vocab, unknown = model.get("vocab"), model.get("unk_id")
+    if kind == "Unigram" and isinstance(unknown, int) and isinstance(vocab, list) and not unknown < len(vocab):
+        raise TokenizerError(f"{file}: unk_id is {unknown}; expected an index into the {len(vocab)} tokens")
     if model.get("dropout"):
         raise TokenizerError(f"{file}: dropout {model['dropout']!r:.20} makes token ids random; set it to null")
+
+
+def _check_merges(vocab: Any, merges: Any, file: Path) -> None:
+    """The library panics where a merge makes something longer than every token."""
+    if not isinstance(vocab, dict) or not isinstance(merges, list):
+        raise TokenizerError(f"{file}: the model lacks vocab or merges; expected a table and a list: download it again")
+    for merge in merges:
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+            raise TokenizerError(f"{file} has the merge {merge!r:.80}; expected two tokens")
+        if pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
+            raise TokenizerError(
+                f"{file} has the merge {merge!r:.80}, but one of the two, or both together, are no token of the "
+                "vocabulary; take the tokenizer's files from the same checkpoint"
+            )
 
 
 def _check_id(backend: tokenizers.Tokenizer, content: str, expected: int, file: Path) -> None:
@@ -433,9 +489,8 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     for line in lines:
         if line.strip() and not line.startswith("#version"):
             left, _, right = line.rstrip("\r").partition(" ")
-            if not left or not right or " " in right:
-                raise TokenizerError(f"{folder / 'merges.txt'} has the line {line!r:.80}; expected two tokens a line")
             merges.append((left, right))
+    _check_merges(vocab, merges, folder / "merges.txt")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -464,17 +519,21 @@ def _with_config(
         special = set(_special_tokens(config, file).values()) | set(_additional(config))
         added = {i: AddedToken(t, special=t in special, normalized=t not in special) for t, i in by_text.items()}
     known = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
+    new = {}
     for token_id, token in sorted(added.items(), key=lambda item: item[0]):
-        if known.get(token.content) != repr(token):  # new, or with other flags than in tokenizer.json
-            backend.add_tokens([token])
-            _check_id(backend, token.content, token_id, file)
+        if known.get(token.content) != repr(token):  # or with other flags than in tokenizer.json
+            new[token_id] = token
             known[token.content] = repr(token)
+    backend.add_tokens(list(new.values()))  # at once: every call goes through all tokens there are
+    for token_id, token in new.items():
+        _check_id(backend, token.content, token_id, file)
     names = _special_tokens(config, file)
     # A named token that the vocabulary has only as an ordinary one is cut out of the text from now on. One that it
     # does not have at all is not added: the model has no row for it.
-    for content in dict.fromkeys([*names.values(), *_additional(config)]):
-        if content not in known and backend.token_to_id(content) is not None:
-            backend.add_tokens([AddedToken(content, special=True)])
+    named = dict.fromkeys([*names.values(), *_additional(config)])
+    backend.add_tokens(
+        [AddedToken(t, special=True) for t in named if t not in known and backend.token_to_id(t) is not None]
+    )
     if "add_bos_token" in config or "add_eos_token" in config:
         bos = names.get("bos_token") if config.get("add_bos_token") else None
         eos = names.get("eos_token") if config.get("add_eos_token") else None

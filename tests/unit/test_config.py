@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from xinfer.errors import ConfigError
-from xinfer.model import _json
 from xinfer.model.config import GenerationConfig, Qwen2Config
 from xinfer.model.synthetic import PRESETS
 
@@ -172,6 +170,27 @@ class TestRope:
         yarn = read(rope_scaling=YARN | options).yarn
         assert yarn is not None
         assert (yarn.beta_fast, yarn.beta_slow, yarn.attention_factor, yarn.truncate) == (24.0, 2.5, 1.5, False)
+
+    def test_mscale_counts_where_both_are_given(self) -> None:
+        for options, expected in [
+            ({"mscale": 0.707, "mscale_all_dim": 1.0}, 0.96432691),  # (0.1 * 0.707 ln 4 + 1) / (0.1 ln 4 + 1)
+            ({"mscale": 0.707}, 1.13862944),
+            ({"mscale": 0.707, "mscale_all_dim": 0}, 1.13862944),
+            ({"mscale": 0.707, "mscale_all_dim": 1.0, "attention_factor": 2}, 2.0),
+        ]:
+            yarn = read(rope_scaling=YARN | options).yarn
+            assert yarn is not None
+            assert yarn.attention_factor == pytest.approx(expected, rel=1e-7)
+
+    def test_original_positions_at_the_top_come_first(self) -> None:
+        yarn = read(rope_scaling=YARN, original_max_position_embeddings=1024).yarn
+        assert yarn is not None
+        assert yarn.original_max_position_embeddings == 1024
+
+    def test_factor_from_the_positions_where_it_is_null(self) -> None:
+        yarn = read(rope_scaling=YARN | {"factor": None, "original_max_position_embeddings": 8192}).yarn
+        assert yarn is not None
+        assert yarn.factor == 4.0
 
     def test_two_scalings_that_differ_are_refused(self) -> None:
         message = refused(rope_scaling=YARN, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
@@ -409,88 +428,6 @@ def test_source_may_be_the_file_its_folder_or_the_object(tmp_path: Path) -> None
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         read().hidden_size = 5  # type: ignore[misc]
-
-
-class TestFile:
-    """What any JSON file of a checkpoint may have wrong with it, config.json standing for all."""
-
-    @pytest.mark.parametrize(
-        ("content", "fact"),
-        [
-            (b"", "is not valid JSON"),
-            (b"{", "is not valid JSON"),
-            (b'{"a": 1,}', "is not valid JSON"),
-            (b"[1, 2]", "holds [1, 2] at the top; expected a JSON object"),
-            (b"null", "holds None at the top"),
-            (b'"text"', "holds 'text' at the top"),
-            (b'{"a": NaN}', "holds the literal NaN"),
-            (b'{"a": [-Infinity]}', "holds the literal -Infinity"),
-            (b'{"a": 1, "b": {"c": 1, "c": 2}}', "has the key 'c' twice"),
-            (b"\xef\xbb\xbf{}", "starts with a byte order mark"),
-            ('{"a": 1}'.encode("utf-16"), "is not UTF-8"),
-            (b'{"a": "\xff"}', "is not UTF-8 text: byte 7"),
-            (b'{"a": 1}\x00', "is not valid JSON"),
-            (b"[" * 100_000, "is nested too deeply"),
-            (b'{"a":' * 100_000, "is nested too deeply"),
-            (b'{"a": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
-            (b'{"vocab_size": ' + b"9" * 4000 + b"}", "model_type is missing"),
-        ],
-    )
-    def test_broken(self, tmp_path: Path, content: bytes, fact: str) -> None:
-        path = tmp_path / "config.json"
-        path.write_bytes(content)
-        with pytest.raises(ConfigError) as caught:
-            Qwen2Config.from_json(path)
-        assert str(path) in str(caught.value)
-        assert fact in str(caught.value)
-        assert len(str(caught.value)) < len(str(path)) + 500
-
-    def test_absent(self, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="does not exist"):
-            Qwen2Config.from_json(tmp_path / "config.json")
-
-    def test_link_to_nothing(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").symlink_to("../blobs/0123")
-        with pytest.raises(ConfigError, match=r"is a link to \.\./blobs/0123, which does not exist.*fetch the model"):
-            Qwen2Config.from_json(tmp_path)
-
-    def test_folder_of_that_name(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").mkdir()
-        with pytest.raises(ConfigError):
-            Qwen2Config.from_json(tmp_path)
-
-    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this platform has no FIFOs")
-    def test_fifo_is_not_waited_for(self, tmp_path: Path) -> None:
-        os.mkfifo(tmp_path / "config.json")
-        with pytest.raises(ConfigError, match="not a regular file"):
-            Qwen2Config.from_json(tmp_path)
-
-    @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this platform has no /dev/zero")
-    def test_endless_device(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").symlink_to("/dev/zero")
-        with pytest.raises(ConfigError, match="not a regular file"):
-            Qwen2Config.from_json(tmp_path)
-
-    def test_name_that_no_file_can_have(self) -> None:
-        for path in (Path("a\0b"), Path("x" * 5000)):
-            with pytest.raises(ConfigError, match="cannot be opened"):
-                Qwen2Config.from_json(path)
-
-    def test_too_large(self, tmp_path: Path) -> None:
-        path = tmp_path / "config.json"
-        with path.open("wb") as file:
-            file.truncate(_json.MAX_JSON_BYTES + 1)  # a hole: it takes no space
-        with pytest.raises(ConfigError, match="is larger than 33554432 bytes"):
-            Qwen2Config.from_json(path)
-
-    def test_unreadable(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def deny(*args: object, **kwargs: object) -> None:
-            raise PermissionError(13, "Permission denied")
-
-        (tmp_path / "config.json").write_text("{}", encoding="utf-8")
-        monkeypatch.setattr(Path, "open", deny)
-        with pytest.raises(ConfigError, match=r"cannot be opened: .*Permission denied"):
-            Qwen2Config.from_json(tmp_path / "config.json")
 
 
 class TestGeneration:

@@ -81,6 +81,7 @@ class Network:
     pool: BlockPool
     rope_table: Buffer  # float32 (positions, head_dim / 2, 2)
     scratch: Buffer  # partial results of attention
+    counters: Buffer  # u32: splits of attention that are done, zero between steps
     max_keys: int  # of one sequence
 
     def cache(self, i: int) -> CacheBlocks:
@@ -128,6 +129,7 @@ class Pass:
             n_heads=self.config.num_attention_heads,
             n_rows=n,
             max_keys=network.max_keys,
+            one_pass=n == 1,
         )
 
     @property
@@ -181,12 +183,14 @@ class Pass:
             self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
             ops.linear(self.on, self.h, w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
         self.done(f"{name}.qkv", (f"{name}.q", q), (f"{name}.k", k), (f"{name}.v", v))
-        # Queries and keys turn alike.
-        table = self.network.rope_table
-        ops.rope(self.on, self.state, table, qk, head_dim=self.config.head_dim, label=f"{name}.rope")
-        self.done(f"{name}.rope", (f"{name}.q_rope", q), (f"{name}.k_rope", k))
-        ops.kv_append(self.on, self.state, k, v, self.network.cache(i), label=f"{name}.kv_append")
-        self.done(f"{name}.kv_append")
+        table, cache, dim = self.network.rope_table, self.network.cache(i), self.config.head_dim
+        if not self.tapped and ops.can_rope_append(self.on, cache):
+            ops.rope_append(self.on, self.state, table, q, k, v, cache, label=f"{name}.rope_append")
+        else:
+            ops.rope(self.on, self.state, table, qk, head_dim=dim, label=f"{name}.rope")  # q and k turn alike
+            self.done(f"{name}.rope", (f"{name}.q_rope", q), (f"{name}.k_rope", k))
+            ops.kv_append(self.on, self.state, k, v, cache, label=f"{name}.kv_append")
+        self.done(f"{name}.append")
 
     def _attend(self, i: int, w: DeviceLayer) -> None:
         """Add attention and its projection to x."""
@@ -200,6 +204,7 @@ class Pass:
             self.attn,
             window=self.config.layer_windows[i],
             scratch=self.network.scratch,
+            counters=self.network.counters,
             label=f"{name}.attn",
         )
         self.done(f"{name}.attn", (f"{name}.attn", self.attn))

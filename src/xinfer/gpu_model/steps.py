@@ -79,11 +79,16 @@ class Steps:
         if self._network is not None and self._generation == self.pool.generation:
             return self._network
         self._forget()
+        max_keys = min(self.pool.n_tokens, self.context)
+        scratch_bytes, counter_bytes = self._attention_bytes(max_keys)
         with ExitStack() as made:
-            table = self._rope_table(min(self.pool.n_tokens, self.context))
+            table = self._rope_table(max_keys)
             made.callback(table.release)
-            max_keys = min(self.pool.n_tokens, self.context)
-            scratch = self.device.create_buffer(self._scratch_bytes(max_keys), "device", "attention splits")
+            scratch = self.device.create_buffer(scratch_bytes, "device", "attention splits")
+            made.callback(scratch.release)
+            counters = self.device.create_buffer(counter_bytes, "device", "attention counters")
+            made.callback(counters.release)
+            self.device.upload(counters[:], bytes(counter_bytes))
             made.pop_all()
         self._generation = self.pool.generation
         self._network = Network(
@@ -94,6 +99,7 @@ class Steps:
             pool=self.pool,
             rope_table=table,
             scratch=scratch,
+            counters=counters,
             max_keys=max_keys,
         )
         return self._network
@@ -254,8 +260,8 @@ class Steps:
             recording.release()
         self._recordings.clear()
         if self._network is not None:
-            self._network.rope_table.release()
-            self._network.scratch.release()
+            for buffer in (self._network.rope_table, self._network.scratch, self._network.counters):
+                buffer.release()
             self._network = None
 
     def _rope_table(self, n_positions: int) -> Buffer:
@@ -269,17 +275,17 @@ class Steps:
             raise
         return buffer
 
-    def _scratch_bytes(self, max_keys: int) -> int:
-        """What attention's splits take in the worst of the recordings."""
+    def _attention_bytes(self, max_keys: int) -> tuple[int, int]:
+        """What attention's splits, and the counters of those that are done, take in the worst of the recordings."""
         recording = self.device.create_recording("plan")  # nothing is recorded: plans are asked for
         try:
             on = Recorder(recording, self.kernels)
             cache = cache_blocks(self.pool, self.config, 0)
             heads = self.config.num_attention_heads
             plans = [
-                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys)
+                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, one_pass=n == 1)
                 for n in range(1, self.max_rows + 1)
             ]
         finally:
             recording.release()
-        return max(4, *(plan.scratch_bytes for plan in plans))
+        return max(4, *(plan.scratch_bytes for plan in plans)), max(4, *(plan.counter_bytes for plan in plans))

@@ -25,6 +25,7 @@ from xinfer.model._json import open_regular, parse_json_object, shown
 _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS: Final = 16
+_GIT_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/v1"
 
 # The types whose size is judged here, so that the message names the tensor; the library judges all of them.
 _ITEM_BYTES: Final[Mapping[str, int]] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
@@ -93,6 +94,8 @@ class SafetensorsFile:
             raise WeightsError(f"{self.path} has {size} bytes, too few for a safetensors file; download it again")
         length_bytes = bytearray(_LENGTH_BYTES)
         self.read_into(0, memoryview(length_bytes))
+        if length_bytes == _GIT_LFS_POINTER[:_LENGTH_BYTES]:
+            raise WeightsError(f"{self.path} is a Git LFS pointer, not the weights themselves; run: git lfs pull")
         length = int.from_bytes(length_bytes, "little")
         data_start = _LENGTH_BYTES + length
         if length > _MAX_HEADER_BYTES or data_start > size:
@@ -118,7 +121,7 @@ class SafetensorsFile:
             with safetensors.safe_open(self.path, framework="numpy") as library:
                 names = set(library.keys())
         except (safetensors.SafetensorError, OSError) as problem:
-            raise WeightsError(f"{self.path} is refused by the safetensors library: {problem}") from problem
+            raise WeightsError(f"{self.path} is refused by the safetensors library: {problem!s:.500}") from problem
         if names != self.tensors.keys():
             raise WeightsError(f"{self.path} changed while it was being opened; try again")
 

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from xinfer.errors import ContextLengthError, RequestError, WeightsError
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory
-from xinfer.model.names import global_tensor_name, layer_tensor_name
+from xinfer.model.names import LAYER_FIELDS, global_tensor_name, layer_tensor_name
 from xinfer.model.weights import ModelWeights
 
 Array = NDArray[np.float32]
@@ -34,7 +34,12 @@ RoundTo = Literal["float16", "bfloat16"]
 _SCORE_BLOCK_BYTES = 4 * 2**20
 # LM head rows converted at a time where float32 weights are not kept.
 _HEAD_BLOCK_BYTES = 64 * 2**20
+# Rows of a tensor converted at a time: from the page cache into the processor's, and on into place.
+_READ_BLOCK_BYTES = 2 * 2**20
 _CACHE_STEP = 256  # tokens
+# Damaged weights overflow somewhere and end in NaN logits, which the sampler reports with their step; NumPy's warnings
+# about every operation on the way would only fill stderr.
+_quiet = np.errstate(divide="ignore", over="ignore", invalid="ignore")
 _ROUND_TYPES: dict[RoundTo, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -189,12 +194,9 @@ def swiglu(gate: Array, up: Array) -> Array:
 # --- numbers as stored ------------------------------------------------------------------------------------------------
 
 
-def to_float32(stored: NDArray[Any], out: Array | None = None) -> Array:
-    """float32, float16 or bfloat16 values as float32 (exact), into `out` where given; float32 itself is not copied."""
-    if out is None:
-        return stored.astype(np.float32, copy=False)
-    out[...] = stored
-    return out
+def to_float32(stored: NDArray[Any]) -> Array:
+    """float32, float16 or bfloat16 values as float32, which is exact; float32 itself is not copied."""
+    return stored.astype(np.float32, copy=False)
 
 
 def round_weights(stored: NDArray[Any], name: str, round_to: RoundTo | None) -> NDArray[Any]:
@@ -246,13 +248,14 @@ class ReferenceCache:
         if needed <= self._allocated:
             return
         steps = -(-max(needed, self._allocated * 3 // 2) // _CACHE_STEP)
-        self._allocated = min(self.capacity, steps * _CACHE_STEP)
+        size = min(self.capacity, steps * _CACHE_STEP)
         for i in range(len(self._keys)):
-            self._keys[i] = self._grown(self._keys[i])
-            self._values[i] = self._grown(self._values[i])
+            self._keys[i] = self._grown(self._keys[i], size)
+            self._values[i] = self._grown(self._values[i], size)
+        self._allocated = size
 
-    def _grown(self, old: Array) -> Array:
-        new = np.empty((old.shape[0], self._allocated, old.shape[2]), np.float32)
+    def _grown(self, old: Array, size: int) -> Array:
+        new = np.empty((old.shape[0], size, old.shape[2]), np.float32)
         new[:, : self.length] = old[:, : self.length]
         return new
 
@@ -290,6 +293,15 @@ class _Layer:
     down_w: Array  # (hidden, intermediate)
 
 
+@dataclass(frozen=True, slots=True)
+class _Positions:
+    """Where the tokens of a forward stand."""
+
+    start: int  # of the first one
+    cos: Array  # (T, D / 2)
+    sin: Array  # (T, D / 2)
+
+
 class ReferenceModel:
     """The network on the CPU. Stateless apart from caches: threads may call `forward` at once, each with its cache.
 
@@ -299,7 +311,7 @@ class ReferenceModel:
             layer's memory; None keeps them where they fit into the RAM that is free.
         round_to: round matrices, embedding and head to this 16-bit type first, as a GPU holds them. Biases and norms
             stay float32.
-        on_load: called with layers loaded and layers in all, while kept weights are read.
+        on_load: called with stored bytes loaded and bytes in all, while kept weights are read.
 
     Raises:
         WeightsError: the checkpoint cannot be read, or has values beyond the range of `round_to`.
@@ -317,7 +329,7 @@ class ReferenceModel:
         self._weights = weights
         self._round_to = round_to
         self._frequency, self._rope_factor = rope_frequencies(self.config)
-        self._norm = to_float32(weights.norm)
+        self._norm = self._read(global_tensor_name("norm"))
         if keep is None:
             keep = 4 * self.config.num_parameters() < 0.8 * available_memory()
         self._layers: list[_Layer] | None = None
@@ -327,16 +339,18 @@ class ReferenceModel:
             self._load(on_load)
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
-        weights, n_layers = self._weights, self.config.num_hidden_layers
-        self._head = to_float32(round_weights(weights.lm_head, self._head_name, self._round_to))
-        self._table = self._head
-        if not weights.lm_head_is_embed:  # only rows of it are ever used: it stays as it is stored
-            self._table = round_weights(weights.embed, global_tensor_name("embed"), self._round_to)
-        self._layers = []
-        for i in range(n_layers):
-            self._layers.append(self._read_layer(i))
+        weights, total = self._weights, self._weights.nbytes
+        self._head = self._table = self._read(self._head_name)
+        if not weights.lm_head_is_embed:  # only rows of it are ever used: it need not be widened
+            name = global_tensor_name("embed")
+            self._table = self._read(name, dtype=self._read_rows(name, 0, 1).dtype)
+        layers: list[_Layer] = []
+        layer_bytes = sum(weights.tensors[layer_tensor_name(0, field)].nbytes for field in LAYER_FIELDS)
+        for left in reversed(range(self.config.num_hidden_layers)):
+            layers.append(self._read_layer(len(layers)))
             if on_load is not None:
-                on_load(i + 1, n_layers)
+                on_load(total - left * layer_bytes, total)
+        self._layers = layers
 
     @property
     def kept(self) -> bool:
@@ -352,6 +366,7 @@ class ReferenceModel:
         self._layers = self._head = self._table = None
         self._weights.close()
 
+    @_quiet
     def forward(
         self,
         tokens: ArrayLike,
@@ -382,9 +397,9 @@ class ReferenceModel:
         x = self._embedded(ids)  # (T, hidden)
         if tap is not None:
             tap("embed", x)
-        cos, sin = _rope_tables(self._frequency, self._rope_factor, np.arange(start, start + len(ids)))
+        positions = self._positions(start, len(ids))
         for i, weights in enumerate(self._each_layer()):
-            x = self._run_layer(i, weights, x, cos, sin, start, cache, tap)
+            x = self._run_layer(i, weights, x, positions, cache, tap)
         if last_only:
             x = x[-1:]
         x = rms_norm(x, self._norm, eps=self.config.rms_norm_eps)
@@ -397,6 +412,7 @@ class ReferenceModel:
             cache.advance(len(ids))
         return logits
 
+    @_quiet
     def layer(
         self, i: int, x: Array, *, start: int = 0, cache: ReferenceCache | None = None, tap: Tap | None = None
     ) -> Array:
@@ -409,19 +425,13 @@ class ReferenceModel:
             cache.reserve(len(x))
             start = cache.length
         weights = self._read_layer(i) if self._layers is None else self._layers[i]
-        cos, sin = _rope_tables(self._frequency, self._rope_factor, np.arange(start, start + len(x)))
-        return self._run_layer(i, weights, x, cos, sin, start, cache, tap)
+        return self._run_layer(i, weights, x, self._positions(start, len(x)), cache, tap)
+
+    def _positions(self, start: int, count: int) -> _Positions:
+        return _Positions(start, *_rope_tables(self._frequency, self._rope_factor, np.arange(start, start + count)))
 
     def _run_layer(
-        self,
-        i: int,
-        w: _Layer,
-        x: Array,
-        cos: Array,
-        sin: Array,
-        start: int,
-        cache: ReferenceCache | None,
-        tap: Tap | None,
+        self, i: int, w: _Layer, x: Array, at: _Positions, cache: ReferenceCache | None, tap: Tap | None
     ) -> Array:
         config = self.config
         q_size, qk_size = config.q_size, config.q_size + config.kv_size
@@ -431,10 +441,10 @@ class ReferenceModel:
         h = rms_norm(x, w.input_ln, eps=config.rms_norm_eps)  # (T, hidden)
         qkv = linear(h, w.qkv_w, w.qkv_b)  # (T, q_size + 2 * kv_size)
         qk = qkv[:, :qk_size].reshape(n_tokens, n_heads + n_kv, config.head_dim)
-        qk_rope = rope(qk, cos, sin)  # queries and keys turn alike
+        qk_rope = rope(qk, at.cos, at.sin)  # queries and keys turn alike
         q, k = qk_rope[:, :n_heads], qk_rope[:, n_heads:]  # (T, heads, D), (T, KV heads, D)
         v = qkv[:, qk_size:].reshape(n_tokens, n_kv, config.head_dim)
-        q_start = 0 if cache is None else start
+        q_start = 0 if cache is None else at.start
         keys, values = (k, v) if cache is None else cache.write(i, k, v)  # (S, KV heads, D)
         attn = attention(q, keys, values, q_start=q_start, window=config.layer_windows[i])  # (T, q_size)
         o = linear(attn, w.o_w)  # (T, hidden)
@@ -494,28 +504,44 @@ class ReferenceModel:
                 yield self._read_layer(i)
 
     def _read_layer(self, i: int) -> _Layer:
-        stored = self._weights.layer(i)
-
-        def rounded(field: str) -> NDArray[Any]:
-            return round_weights(getattr(stored, field), layer_tensor_name(i, field), self._round_to)
+        def read(*fields: str) -> Array:
+            return self._read(*(layer_tensor_name(i, field) for field in fields))
 
         return _Layer(
-            input_ln=to_float32(stored.input_ln),
-            qkv_w=_stacked(rounded("q_w"), rounded("k_w"), rounded("v_w")),
-            qkv_b=_stacked(stored.q_b, stored.k_b, stored.v_b),
-            o_w=to_float32(rounded("o_w")),
-            post_ln=to_float32(stored.post_ln),
-            gate_up_w=_stacked(rounded("gate_w"), rounded("up_w")),
-            down_w=to_float32(rounded("down_w")),
+            input_ln=read("input_ln"),
+            qkv_w=read("q_w", "k_w", "v_w"),
+            qkv_b=read("q_b", "k_b", "v_b"),
+            o_w=read("o_w"),
+            post_ln=read("post_ln"),
+            gate_up_w=read("gate_w", "up_w"),
+            down_w=read("down_w"),
         )
+
+    def _read(self, *tensor_names: str, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+        """The tensors one under the other in one new array, converted a block of rows at a time."""
+        shapes = [self._weights.tensors[name].shape for name in tensor_names]
+        out = np.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype)
+        row = 0
+        for name, shape in zip(tensor_names, shapes, strict=True):
+            step = max(1, _READ_BLOCK_BYTES // (4 * math.prod(shape[1:])))
+            for start in range(0, shape[0], step):
+                stop = min(start + step, shape[0])
+                out[row + start : row + stop] = self._read_rows(name, start, stop)
+            row += shape[0]
+        return out
+
+    def _read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Rows as stored, or rounded where they are a matrix's; biases and norms never are."""
+        stored = self._weights.read_rows(name, start, stop)
+        return round_weights(stored, name, self._round_to if stored.ndim == 2 else None)
 
     def _embedded(self, ids: NDArray[np.int64]) -> Array:
         if self._table is not None:
             return embed(ids, self._table)
         name = global_tensor_name("embed")
         distinct, places = np.unique(ids, return_inverse=True)
-        rows = np.concatenate([self._weights.read_rows(name, int(t), int(t) + 1) for t in distinct])
-        return embed(places, round_weights(rows, name, self._round_to))
+        rows = np.concatenate([self._read_rows(name, int(t), int(t) + 1) for t in distinct])
+        return embed(places, rows)
 
     def _logits(self, x: Array) -> Array:
         if self._head is not None:
@@ -524,16 +550,6 @@ class ReferenceModel:
         step = max(1, _HEAD_BLOCK_BYTES // (4 * hidden))
         logits = np.empty((len(x), vocab), np.float32)
         for row in range(0, vocab, step):
-            stored = self._weights.read_rows(self._head_name, row, min(row + step, vocab))
-            logits[:, row : row + step] = linear(x, to_float32(round_weights(stored, self._head_name, self._round_to)))
+            rows = self._read_rows(self._head_name, row, min(row + step, vocab))
+            logits[:, row : row + step] = linear(x, to_float32(rows))
         return logits
-
-
-def _stacked(*parts: NDArray[Any]) -> Array:
-    """The parts one under the other, as float32."""
-    out = np.empty((sum(len(part) for part in parts), *parts[0].shape[1:]), np.float32)
-    row = 0
-    for part in parts:
-        to_float32(part, out[row : row + len(part)])
-        row += len(part)
-    return out

@@ -19,15 +19,16 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     for (uint s1 = 0; s1 < constants.n_splits; s1++) largest = max(largest, weights[s1]);
     GroupMemoryBarrierWithGroupSync();
     for (uint s2 = lane; s2 < constants.n_splits; s2 += GROUP) {
-        // A split without keys says minus infinity; so do all of them in a row of padding.
-        weights[s2] = weights[s2] == MINUS_INFINITY ? 0.0 : exp(weights[s2] - largest);
+        // A split without keys has no sum of weights; nor has any of a row of padding. NaN is one, and goes on.
+        bool empty = asuint(partial[first + s2 * stride + constants.head_dim + 1]) == 0u;
+        weights[s2] = empty ? 0.0 : exp(weights[s2] - largest);
     }
     GroupMemoryBarrierWithGroupSync();
     float total = 0.0;
     for (uint s3 = 0; s3 < constants.n_splits; s3++) {
-        if (weights[s3] != 0.0) total += weights[s3] * partial[first + s3 * stride + constants.head_dim + 1];
+        total += weights[s3] * partial[first + s3 * stride + constants.head_dim + 1];
     }
-    float scale = total > 0.0 ? 1.0 / total : 0.0;
+    float scale = asuint(total) == 0u ? 0.0 : 1.0 / total;
     for (uint d = lane; d < constants.head_dim; d += GROUP) {
         float sum = 0.0;
         for (uint s4 = 0; s4 < constants.n_splits; s4++) {

@@ -70,7 +70,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
 
     bool whole = constants.n_splits == 1;
     uint at = whole ? out_at(row, head) : partial_at(row, head, split);
-    float scale = !whole ? 1.0 : total > 0.0 ? 1.0 / total : 0.0;  // a row of padding has no key at all
+    float scale = !whole ? 1.0 : asuint(total) == 0u ? 0.0 : 1.0 / total;  // a row of padding has no key at all
     UNROLL for (uint p = 0; p < PAIRS_MAX; p++) {
         uint d = (p * GROUP + lane) * 2;
         if (d < constants.head_dim) {

@@ -120,7 +120,7 @@ void score_tile(uint tile, uint sequence, uint lane) {
 }
 
 // A row's scores become weights; `total` is this lane's share of their sum. Before a row's first key its largest score is
-// minus infinity, which is no number to subtract.
+// minus infinity, which is no number to subtract. NaN goes on into the sum, whatever max makes of it.
 void weigh_row(uint lane, uint n_keys, inout float largest, inout float total) {
     uint row = lane / ROW_LANES, part = lane % ROW_LANES;
     float own = MINUS_INFINITY;
@@ -134,7 +134,8 @@ void weigh_row(uint lane, uint n_keys, inout float largest, inout float total) {
     largest = tile_largest;
     total *= correction;
     for (uint k = part; k < n_keys; k += ROW_LANES) {
-        float weight = none ? 0.0 : exp(weights[k][row / 4][row % 4] - largest);
+        float score = weights[k][row / 4][row % 4];
+        float weight = none && asuint(score) == 0xff800000u ? 0.0 : exp(score - largest);
         weights[k][row / 4][row % 4] = weight;
         total += weight;
     }
@@ -192,7 +193,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
             float all = 0.0;
             UNROLL for (uint j = 0; j < ROW_LANES; j++) all += row_parts[local][j];
             uint at = whole ? out_at(first_row + local, head) : partial_at(first_row + local, head, split);
-            float scale = !whole ? 1.0 : all > 0.0 ? 1.0 / all : 0.0;  // a row of padding has no key at all
+            float scale = !whole ? 1.0 : asuint(all) == 0u ? 0.0 : 1.0 / all;  // a row of padding has no key at all
             UNROLL for (uint p = 0; p < PIECES; p++) {
                 uint four = column + p * COLUMNS;
                 if (four < fours) {
