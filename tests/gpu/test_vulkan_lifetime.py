@@ -86,7 +86,7 @@ def test_a_wait_ends_in_time(open_vulkan: OpenVulkan, options: VulkanOptions) ->
     device = open_vulkan(options)
     ticket, _ = start_long_work(device, 2.0)
     began = time.monotonic()
-    with pytest.raises(DeviceError, match=r"'long work' has not ended after 0\.2 s; the device may be hung"):
+    with pytest.raises(DeviceError, match=r"'long work' has not ended after 0\.2 s.*; the device may be hung"):
         device.wait(ticket, timeout_s=0.2)
     assert 0.2 <= time.monotonic() - began < 1
     device.wait(ticket)
