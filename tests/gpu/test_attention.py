@@ -15,6 +15,7 @@ from xinfer.ops._attention import attention_candidates
 from xinfer.shaders.catalog import Variant, variants
 
 VARIANTS = [v for v in variants().values() if v.op == "attention" and v.id != "attention.combine"]
+PREFILL = [v for v in VARIANTS if v.source == "attention_prefill.hlsl"]
 CacheFormat = Literal["f32", "f16"]
 
 
@@ -196,6 +197,24 @@ def test_padding_rows_are_zero(bench: Bench, variant: Variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.id)
+@pytest.mark.parametrize(("part", "value"), [("q", np.nan), ("k", np.nan), ("v", np.nan), ("v", np.inf)])
+def test_what_is_not_a_number_goes_through(bench: Bench, variant: Variant, part: str, value: float) -> None:
+    """The sentinel behind the logits must see it: no max, no guard of an empty sum may swallow it."""
+    for n_splits in (1, 3):
+        case = Case([(0, 99), (0, 50)], heads=(4, 2), head_dim=32, cache_format=format_of(variant))
+        if part == "q":
+            case.q[0, 2 * 32] = value  # head 2, of KV head 1
+        else:
+            blocks = case.k if part == "k" else case.v
+            blocks[case.table[0, 2], 1, 7, 0] = value  # key 71, KV head 1: seen by the first row alone
+        found = run(bench, case, variant=variant.id, n_splits=n_splits).reshape(2, 4, 32)
+        bad: NDArray[np.bool_] = np.logical_not(np.isfinite(found)).any(axis=-1)  # (row, head)
+        assert bad[0].tolist() == [False, False, True, part != "q"]
+        if variant not in PREFILL:  # whose rows of a tile share the products with V, 0 times NaN among them
+            assert not bad[1].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.id)
 @pytest.mark.parametrize("key", [0, 31, 32, 64, 99])
 def test_a_matching_key_gives_its_value_exactly(bench: Bench, variant: Variant, key: int) -> None:
     """Queries that fit one key alone: the result is that key's value, bit for bit, from the right head and block."""
@@ -224,9 +243,6 @@ def test_large_heads(bench: Bench, head_dim: int) -> None:
     for variant in (v for v in VARIANTS if takes(v, head_dim)):
         case = Case([(0, 70)], heads=(2, 1), head_dim=head_dim, cache_format=format_of(variant))
         check(bench, case, variant=variant.id)
-
-
-PREFILL = [v for v in VARIANTS if "DIM_MAX" in dict(v.defines)]
 
 
 @pytest.mark.parametrize("variant", PREFILL, ids=lambda variant: variant.id)

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.gpu import tiny_spirv
+from tests.gpu.long_work import start_long_work
 
 from xinfer.errors import DeviceError
+from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk import transfer
 from xinfer.gpu._vk.core import Handle
-from xinfer.gpu._vk.queue import Queue
+from xinfer.gpu._vk.queue import Queue, TimelineQueue
 from xinfer.gpu.api import Bindable, BufferSlice, Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
@@ -179,22 +181,6 @@ def test_thousands_of_small_uploads(path_device: VulkanDevice) -> None:
     buffer.release()
 
 
-def busy(device: VulkanDevice, groups: int = 1000, trips: int = 20_000) -> Callable[[], None]:
-    """Submit work that takes a good while; the answer waits for it and cleans up."""
-    kernel, target = device.create_kernel(tiny_spirv.spin()), device.create_buffer(256 * groups)
-    recording = device.create_recording("busy")
-    recording.dispatch(kernel, [target], [trips], (groups, 1, 1), "spin")
-    recording.finish()
-    ticket = device.submit(recording)
-
-    def finish() -> None:
-        device.wait(ticket)
-        for item in (recording, kernel, target):
-            item.release()
-
-    return finish
-
-
 def test_an_upload_waits_for_the_work_that_reads_its_target(path_device: VulkanDevice) -> None:
     n = 100_000
     source, target = path_device.create_buffer(4 * n, label="source"), path_device.create_buffer(4 * n, label="target")
@@ -205,7 +191,7 @@ def test_an_upload_waits_for_the_work_that_reads_its_target(path_device: VulkanD
     recording.copy(source, target)
     recording.finish()
     path_device.flush_uploads()
-    finish = busy(path_device)
+    _, items = start_long_work(path_device, 0.3)
     ticket = path_device.submit(recording)  # queued behind the busy work
     path_device.upload(source, new.data)
     path_device.wait(ticket)
@@ -213,8 +199,7 @@ def test_an_upload_waits_for_the_work_that_reads_its_target(path_device: VulkanD
     np.testing.assert_array_equal(get(path_device, source), new)
     path_device.wait(path_device.submit(recording))
     np.testing.assert_array_equal(get(path_device, target), new)
-    finish()
-    for item in (recording, source, target):
+    for item in (*items, recording, source, target):
         item.release()
 
 
@@ -252,6 +237,34 @@ def test_two_clocks_wait_for_each_other_only_where_they_must(
     assert waits == [("compute", 0), ("transfer", 0), ("transfer", 1), ("compute", 1)]
     device.submit(recordings[1])
     assert device.download(a[:4]) == device.download(b[:4]) == b"\7\0\0\0"
+
+
+def test_a_transfer_queue_knows_no_compute(open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue for transfers alone refuses the stages and accesses of shaders; the drivers of such are not at hand."""
+    device = open_vulkan(PATHS["two clocks"])
+    barriers: list[tuple[int, ...]] = []
+    original = device.core.vk.vkCmdPipelineBarrier
+
+    def watch(*arguments: Any) -> None:
+        memory = arguments[5].contents
+        barriers.append((*arguments[1:3], memory.srcAccessMask, memory.dstAccessMask))
+        original(*arguments)
+
+    monkeypatch.setattr(device.core.vk, "vkCmdPipelineBarrier", watch)
+    buffer = device.create_buffer(transfer.SMALL + 4)
+    device.upload(buffer, bytes(buffer.size))
+    device.upload(buffer[:4], b"1234")
+    device.flush_uploads()
+    assert barriers
+    only, write, read = (
+        vk.VK_PIPELINE_STAGE_TRANSFER_BIT,
+        vk.VK_ACCESS_TRANSFER_WRITE_BIT,
+        vk.VK_ACCESS_TRANSFER_READ_BIT,
+    )
+    assert set(barriers) == {(only, only, write, read | write)}
+    assert isinstance(device._transfer_queue, TimelineQueue)
+    assert set(device._transfer_queue._stages) == {only}
+    buffer.release()
 
 
 def test_a_buffer_may_go_before_its_upload_has_arrived(

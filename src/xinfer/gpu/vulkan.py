@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import c_void_p
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -35,7 +36,7 @@ HOW_TO_GET_LOADER = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class VulkanOptions:
     """What tests force, to walk paths that the driver at hand would not need."""
 
@@ -102,7 +103,10 @@ class VulkanDevice(BufferOwner):
         first = TimelineQueue(self.core, compute)
         if transfer:
             return first, TimelineQueue(self.core, transfer)
-        return first, TimelineQueue(self.core, compute, first.lock) if second_clock else first
+        if not second_clock:
+            return first, first
+        only_transfers = dataclasses.replace(compute, flags=vk.VK_QUEUE_TRANSFER_BIT)
+        return first, TimelineQueue(self.core, only_transfers, first.lock)
 
     def create_buffer(self, size: int, kind: BufferKind = "device", label: str = "") -> VulkanBuffer:
         """New memory, its content undefined. Raises OutOfMemoryError before the driver would."""
@@ -274,7 +278,7 @@ class VulkanDevice(BufferOwner):
 
     def __del__(self) -> None:
         core = getattr(self, "core", None)
-        if core is not None and not core.closed and not core.forked:
+        if core is not None and not sys.is_finalizing() and not core.closed and not core.forked:
             warnings.warn(f"{self.info.name} was never closed", ResourceWarning, source=self, stacklevel=1)
             self.close()
 

@@ -56,6 +56,12 @@ class QueueFamily:
     count: int
     timestamp_bits: int
 
+    @property
+    def stages(self) -> int:
+        """The pipeline stages that we use on it."""
+        compute = vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT if self.flags & vk.VK_QUEUE_COMPUTE_BIT else 0
+        return compute | vk.VK_PIPELINE_STAGE_TRANSFER_BIT
+
 
 class Adapter:
     """A physical device, as far as it can be known without opening it."""

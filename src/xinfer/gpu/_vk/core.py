@@ -208,19 +208,18 @@ class Core:
         info = vk.VkCommandBufferBeginInfo(flags=flags)
         self.check(self.vk.vkBeginCommandBuffer(command_buffer, byref(info)), "vkBeginCommandBuffer")
 
-    def barrier(self, command_buffer: int | None, *, host: bool = False) -> None:
-        """What follows, on the host too if asked, sees what compute and transfer wrote before."""
-        memory = vk.VkMemoryBarrier(
-            srcAccessMask=vk.VK_ACCESS_SHADER_WRITE_BIT | vk.VK_ACCESS_TRANSFER_WRITE_BIT,
-            dstAccessMask=vk.VK_ACCESS_SHADER_READ_BIT
-            | vk.VK_ACCESS_SHADER_WRITE_BIT
-            | vk.VK_ACCESS_TRANSFER_READ_BIT
-            | vk.VK_ACCESS_TRANSFER_WRITE_BIT
-            | (vk.VK_ACCESS_HOST_READ_BIT if host else 0),
-        )
-        stages = vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | vk.VK_PIPELINE_STAGE_TRANSFER_BIT
-        target = stages | (vk.VK_PIPELINE_STAGE_HOST_BIT if host else 0)
-        self.vk.vkCmdPipelineBarrier(command_buffer, stages, target, 0, 1, pointer(memory), 0, None, 0, None)
+    def barrier(self, command_buffer: int | None, family: QueueFamily, *, host: bool = False) -> None:
+        """What follows, on the host too if asked, sees what the stages of this queue family wrote before."""
+        writes, reads = vk.VK_ACCESS_TRANSFER_WRITE_BIT, vk.VK_ACCESS_TRANSFER_READ_BIT
+        if family.stages & vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT:
+            writes |= vk.VK_ACCESS_SHADER_WRITE_BIT
+            reads |= vk.VK_ACCESS_SHADER_READ_BIT
+        seen_by = family.stages
+        if host:
+            seen_by |= vk.VK_PIPELINE_STAGE_HOST_BIT
+            reads |= vk.VK_ACCESS_HOST_READ_BIT
+        memory = vk.VkMemoryBarrier(srcAccessMask=writes, dstAccessMask=reads | writes)
+        self.vk.vkCmdPipelineBarrier(command_buffer, family.stages, seen_by, 0, 1, pointer(memory), 0, None, 0, None)
 
     def _fault(self) -> str:
         """What VK_EXT_device_fault tells about the loss, as the tail of a message."""

@@ -14,7 +14,6 @@ from xinfer.gpu._vk.core import Core, Handle
 from xinfer.gpu.native import chain
 
 SLICE_NS = 100_000_000  # longest native wait, so that Ctrl-C is heard
-STAGES = vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT | vk.VK_PIPELINE_STAGE_TRANSFER_BIT
 MAX_WAITS = 2
 
 
@@ -88,7 +87,7 @@ class TimelineQueue(Queue):
         self._signal_values = (c_uint64 * 1)()
         self._waits = (c_uint64 * MAX_WAITS)()
         self._wait_values = (c_uint64 * MAX_WAITS)()
-        self._stages = (c_uint32 * MAX_WAITS)(*[STAGES] * MAX_WAITS)
+        self._stages = (c_uint32 * MAX_WAITS)(*[family.stages] * MAX_WAITS)
         self._values = vk.VkTimelineSemaphoreSubmitInfo(
             pWaitSemaphoreValues=self._wait_values,
             signalSemaphoreValueCount=1,

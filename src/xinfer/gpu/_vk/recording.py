@@ -101,6 +101,7 @@ class VulkanRecording:
         self.commands: Array[c_void_p] = (c_void_p * 0)()
         self.queries = Queries(self.core, queue, label)
         self._finished = False
+        self._family = queue.family
         self._layouts = layouts
         self._pool = self.core.command_pool(queue.family, label)
         self._set_pools: list[Handle] = []
@@ -167,7 +168,7 @@ class VulkanRecording:
 
     def barrier(self) -> None:
         """What follows sees everything that was written before."""
-        self.core.barrier(self._open_commands())
+        self.core.barrier(self._open_commands(), self._family)
 
     def timestamp(self, label: str) -> None:
         """Note the time at which everything recorded before has ended."""
@@ -224,7 +225,7 @@ class VulkanRecording:
     def _end_segment(self) -> None:
         if self.parts:
             commands = self.parts[-1].command_buffer
-            self.core.barrier(commands, host=True)
+            self.core.barrier(commands, self._family, host=True)
             self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
             self.queries.end_segment()
 

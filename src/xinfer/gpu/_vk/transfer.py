@@ -33,6 +33,7 @@ class Chunk:
         core = owner.core
         self.buffer = VulkanBuffer(owner, CHUNK, "readback" if readback else "upload", label)
         flags = vk.VK_COMMAND_POOL_CREATE_TRANSIENT_BIT | vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
+        self.family = queue.family
         self.pool = core.command_pool(queue.family, label, flags)
         self.commands = core.command_buffers(self.pool, 1)
         self.value = 0  # with which its last submission ends
@@ -45,7 +46,7 @@ class Chunk:
         if any(
             t.buffer is buffer and t.offset < start + target.size and start < t.offset + t.size for t in self.targets
         ):
-            owner.core.barrier(self.commands[0])
+            owner.core.barrier(self.commands[0], self.family)
         region = vk.VkBufferCopy(srcOffset=offset, dstOffset=start, size=target.size)
         owner.core.vk.vkCmdCopyBuffer(self.commands[0], self.buffer.native, buffer.native, 1, byref(region))
         self.targets.append(target)
@@ -193,7 +194,7 @@ class Transfers:
         chunk.targets.clear()
         chunk.used = 0
         self._restart(chunk.commands[0])
-        self.core.barrier(chunk.commands[0])
+        self.core.barrier(chunk.commands[0], chunk.family)
 
     def _restart(self, commands: int | None) -> None:
         # Reset first: an interrupt may have left it half recorded.
@@ -203,7 +204,7 @@ class Transfers:
     def _submit(self, chunk: Chunk) -> None:
         """Send a chunk's copies off, behind the submitted compute work that uses their targets."""
         commands = chunk.commands[0]
-        self.core.barrier(commands)
+        self.core.barrier(commands, chunk.family)
         self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
         apart = self.queue is not self.compute
         last = max((self._last_use(buffer_of(t)) for t in chunk.targets), default=0)
@@ -255,7 +256,7 @@ class Transfers:
         region = vk.VkBufferCopy(srcOffset=piece.offset, dstOffset=0, size=piece.size)
         native = buffer_of(piece).native
         self.core.vk.vkCmdCopyBuffer(commands, native, chunk.buffer.native, 1, byref(region))
-        self.core.barrier(commands, host=True)
+        self.core.barrier(commands, chunk.family, host=True)
         self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
         try:
             self.compute.submit(chunk.commands)
