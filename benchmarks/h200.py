@@ -408,7 +408,7 @@ def report(result: dict[str, Any], streamed: float) -> str:
         rate = step["bytes"] / step["seconds"]
         lines.append(
             f"decode at {context:>6}: {1 / step['seconds']:8.1f} tok/s, {step['seconds'] * 1e6:7.0f} us a step; "
-            f"the device {step['device_seconds'] * 1e6:.0f}; the host {step['host_seconds'] * 1e6:.0f}, of it in submit "
+            f"the device {step['device_seconds'] * 1e6:.0f}; host {step['host_seconds'] * 1e6:.0f}, of it submit "
             f"{step['submit_seconds'] * 1e6:.0f}; {rate / 1e9:.0f} GB/s, {rate / streamed:.0%} of what a kernel streams"
         )
     lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
