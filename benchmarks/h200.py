@@ -32,11 +32,13 @@ from numpy.typing import NDArray
 from xinfer import gpu, ops
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model.forward import Tuning
 from xinfer.kv_cache import KVCache
 from xinfer.model import names
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
+from xinfer.ops._linear import gemv_candidates
 
 PARITY_TOKENS = {"tiny": 24, "0.5b": 64, "1.5b": 32, "7b": 16}
 PARITY_LIMIT = 1e-4
@@ -119,7 +121,9 @@ def write_checkpoint(folder: Path, size: str) -> None:
             if mean:
                 file.write((mean + scale * normal[: shape[0]]).astype(np.float16).tobytes())
                 continue
-            block = scaled.setdefault(scale, (normal * np.float32(scale)).astype(np.float16))
+            if scale not in scaled:
+                scaled[scale] = (normal * np.float32(scale)).astype(np.float16)
+            block = scaled[scale]
             left, at = int(np.prod(shape)), zlib.crc32(name.encode()) % (1 << 20)
             while left:
                 part = block[at : at + left]
@@ -327,6 +331,77 @@ def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
     return [{"op": op, "count": count[op], "seconds": seconds} for op, seconds in total.items()]
 
 
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+def linear_candidates(model: QwenModel) -> dict[str, list[str]]:
+    """Variants that the device can run, the ops' own choice first."""
+    weights, device = model._weights, model.device
+    layer, place = weights.layers[0], device.create_buffer(4 * 2 * model.config.intermediate_size, "device", "x")
+
+    def usable(w: ops.Matrix, *, norm: bool = False, swiglu: bool = False) -> list[str]:
+        names = gemv_candidates(w, ops.Rows.dense(place, 1, w.columns), norm=norm, swiglu=swiglu)
+        own = [name for name in names if f"{name}.".find(".t1.") >= 0 and ".wave" in name]
+        return [name for name in own if model._steps.kernels.usable(name)]
+
+    found = {
+        "qkv": usable(layer.qkv, norm=True),
+        "o": usable(layer.o),
+        "gate_up": usable(layer.gate, norm=True, swiglu=True),
+        "down": usable(layer.down),
+        "logits": usable(weights.head, norm=True),
+    }
+    place.release()
+    return found
+
+
+def attention_choices(model: QwenModel) -> list[tuple[str, int]]:
+    """(variant, splits) worth a try."""
+    size = 64 if model.config.head_dim <= 64 else 128
+    few = [(f"attention.f16.tiled{size}_one_pass", n) for n in (1, 2, 4, 8, 16)]
+    many = [(f"attention.f16.tiled{size}", n) for n in (2, 4, 8, 16, 32, 66, 132, 256)]
+    return [*few, *many, ("attention.f16.decode", 16), ("attention.f16.decode", 66)]
+
+
+def tune(model: QwenModel, contexts: list[int]) -> dict[str, Any]:
+    """Every variant of every op, timed within whole steps; the best of each, attention's at each context."""
+    linear, attention = linear_candidates(model), attention_choices(model)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    cache = fill_cache(model, max(contexts), 2)
+    for context in sorted(contexts):
+        rounds = max(len(attention), *(len(names) for names in linear.values())) if context == min(contexts) else 0
+        for i in range(max(rounds, len(attention))):
+            variants = {op: names[i % len(names)] for op, names in linear.items()}
+            variant, n_splits = attention[i % len(attention)]
+            model.tune(Tuning(variants={**variants, "attn": variant}, n_splits=n_splits))
+            cache.ids = [1] * context
+            totals: dict[str, float] = defaultdict(float)
+            for entries in zip(*model.step_times(cache, repeats=5), strict=True):
+                totals[entries[0][0].rpartition(".")[2]] += statistics.median(seconds for _, seconds in entries)
+            for op, name in variants.items():
+                seen = totals["swiglu" if op == "gate_up" else op]
+                times[op][name] = min(seen, times[op].get(name, seen))
+            times[f"attn {context}"][f"{variant}/{n_splits}"] = totals["attn"]
+    model.tune(Tuning())
+    return {op: dict(sorted(found.items(), key=lambda item: item[1])) for op, found in times.items()}
+
+
+def continuation(model: QwenModel, n_tokens: int) -> list[int]:
+    """Greedy tokens behind a prompt that fills some tiles of attention."""
+    prompt = np.random.default_rng(6).integers(0, model.config.vocab_size, 500)
+    cache = model.make_cache(len(prompt) + n_tokens)
+    model.extend(prompt[:-1], cache)
+    return list(model.greedy(int(prompt[-1]), cache, limit=n_tokens))
+
+
+def tuned(times: dict[str, dict[str, float]], context: int) -> Tuning:
+    """The best of what `tune` found."""
+    best = {op: next(iter(found)) for op, found in times.items()}
+    variant, _, n_splits = best[f"attn {context}"].partition("/")
+    linear = {op: name for op, name in best.items() if not op.startswith("attn")}
+    return Tuning(variants={**linear, "attn": variant}, n_splits=int(n_splits))
+
+
 def op_bytes(config: Qwen2Config) -> dict[str, int]:
     """Bytes of weights that an op of one layer reads, where it reads any."""
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -382,6 +457,16 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
                 f"{size}: decode at {context}: {1 / step['seconds']:.1f} tok/s, "
                 f"host {step['host_seconds'] * 1e6:.0f} us, {step['bytes'] / step['seconds'] / 1e9:.0f} GB/s"
             )
+        if options.tune:
+            result["tuning"] = times = tune(model, options.contexts)
+            result["tuned"] = {}
+            plain = continuation(model, 32)
+            for context in options.contexts:
+                model.tune(tuned(times, context))
+                result["tuned"][context] = step = decode(model, context, Deadline(options.part_seconds))
+                step["same_tokens"] = continuation(model, 32) == plain
+                say(f"{size}: tuned decode at {context}: {1 / step['seconds']:.1f} tok/s")
+            model.tune(Tuning())
         result["profile"] = {context: profile(model, context) for context in options.contexts[:2]}
         result["profile_bytes"] = op_bytes(config)
         result["prefill"] = {}
@@ -411,6 +496,17 @@ def report(result: dict[str, Any], streamed: float) -> str:
             f"the device {step['device_seconds'] * 1e6:.0f}; host {step['host_seconds'] * 1e6:.0f}, of it submit "
             f"{step['submit_seconds'] * 1e6:.0f}; {rate / 1e9:.0f} GB/s, {rate / streamed:.0%} of what a kernel streams"
         )
+    for context, step in result.get("tuned", {}).items():
+        lines.append(
+            f"tuned at {context:>6}: {1 / step['seconds']:8.1f} tok/s; the device {step['device_seconds'] * 1e6:.0f} us, "
+            f"{'the same' if step['same_tokens'] else 'OTHER'} tokens"
+        )
+    for op, times in result.get("tuning", {}).items():
+        shown = [
+            f"{name.removeprefix('linear_gemv.f16.').removeprefix('attention.f16.')} {s * 1e6:.0f}"
+            for name, s in times.items()
+        ]
+        lines.append(f"  {op}, us in all: {', '.join(shown[:9])}")
     lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
     for context, entries in result["profile"].items():
         lines.append(
@@ -441,6 +537,7 @@ def main() -> int:
     parser.add_argument("--sizes", default="0.5b,1.5b,7b")
     parser.add_argument("--device", default="vulkan")
     parser.add_argument("--peers", action="store_true", help="transformers in the same run")
+    parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
     parser.add_argument("--json", type=Path)

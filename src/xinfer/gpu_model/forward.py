@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +78,14 @@ def _packed_bytes(config: Qwen2Config, n_rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Variants that a step of one row uses in place of those that the ops would choose: ids by op, and splits."""
+
+    variants: Mapping[str, str] = field(default_factory=dict)  # "qkv", "attn", "o", "gate_up", "down", "logits"
+    n_splits: int | None = None  # of attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """What every pass binds: weights, cache and tables, as they are in one generation of the pool."""
 
@@ -90,6 +98,7 @@ class Network:
     scratch: Buffer  # partial results of attention
     counters: Buffer  # u32: splits of attention that are done, zero between steps
     max_keys: int  # of one sequence
+    tuning: Tuning
 
     def cache(self, i: int) -> CacheBlocks:
         """The blocks of layer i."""
@@ -131,6 +140,7 @@ class Pass:
         self.gate, self.up = space.rows("gate", n), space.rows("up", n)  # (n, intermediate)
         self.state = space.states(n)[1]
         self._packed = space.packed
+        self._tuning = network.tuning if n == 1 and not self.tapped else Tuning()
         self._plan = ops.plan_attention(
             self.on,
             network.cache(0),
@@ -138,7 +148,12 @@ class Pass:
             n_rows=n,
             max_keys=network.max_keys,
             one_pass=n == 1,
+            variant=self._tuned("attn"),
+            n_splits=self._tuning.n_splits,
         )
+
+    def _tuned(self, op: str) -> str | None:
+        return self._tuning.variants.get(op)
 
     @property
     def recording(self) -> Recording:
@@ -170,7 +185,8 @@ class Pass:
         x, h = self.x.rows(first, logits.n), self.h.rows(first, logits.n)
         weights, eps = self.network.weights, self.config.rms_norm_eps
         if self._fuses(x, weights.head):
-            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits")
+            variant = self._tuned("logits")
+            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits", variant=variant)
         else:
             ops.rms_norm(self.on, x, weights.norm, h, eps=eps, label="norm")
             self.done("norm", ("norm", h))
@@ -185,7 +201,8 @@ class Pass:
         q, k = qkv.columns(0, q_size), qkv.columns(q_size, kv_size)
         v = qkv.columns(q_size + kv_size, kv_size)
         if self._fuses(self.x, w.qkv):
-            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, bias=w.qkv_b, label=f"{name}.qkv")
+            options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned("qkv")}
+            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
         else:
             ops.rms_norm(self.on, self.x, w.input_ln, self.h, eps=eps, label=f"{name}.input_ln")
             self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
@@ -222,8 +239,8 @@ class Pass:
         """Add down(silu(gate) * up) to x."""
         name, eps = f"layers.{i}", self.config.rms_norm_eps
         if self._fuses(self.x, w.gate, swiglu=True):
-            norm = (w.post_ln, eps)
-            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up")
+            norm, variant = (w.post_ln, eps), self._tuned("gate_up")
+            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up", variant=variant)
         else:
             ops.rms_norm(self.on, self.x, w.post_ln, self.h, eps=eps, label=f"{name}.post_ln")
             self.done(f"{name}.post_ln", (f"{name}.post_ln", self.h))
@@ -268,7 +285,8 @@ class Pass:
         if isinstance(x, ops.PackedRows):
             ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label)
         else:
-            ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label)
+            variant = self._tuned(label.rpartition(".")[2])
+            ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)
 
     def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
         return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)

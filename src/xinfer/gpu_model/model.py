@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from xinfer.errors import NumericalError, RequestError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model.forward import Array, Tap
+from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
 from xinfer.gpu_model.memory import MemoryPlan, cache_shape, max_rows
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
@@ -182,6 +182,11 @@ class QwenModel:
             finally:
                 recording.release()
         return [[(label, end - begin) for (_, begin), (label, end) in itertools.pairwise(stamps)] for stamps in runs]
+
+    def tune(self, tuning: Tuning) -> None:
+        """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""
+        with self._lock:
+            self._steps.tune(tuning)
 
     def close(self) -> None:
         """Give everything back to the device; may be called twice."""

@@ -14,7 +14,17 @@ import numpy as np
 
 from xinfer import ops
 from xinfer.gpu.api import Buffer, Device, Recording, Ticket
-from xinfer.gpu_model.forward import Array, Network, Pass, Tap, TappedPass, Workspace, cache_blocks, download_rows
+from xinfer.gpu_model.forward import (
+    Array,
+    Network,
+    Pass,
+    Tap,
+    TappedPass,
+    Tuning,
+    Workspace,
+    cache_blocks,
+    download_rows,
+)
 from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
@@ -49,6 +59,7 @@ class Steps:
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
+        self._tuning = Tuning()
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
             self.kernels = held.enter_context(KernelSet(device))
@@ -104,8 +115,14 @@ class Steps:
             scratch=scratch,
             counters=counters,
             max_keys=max_keys,
+            tuning=self._tuning,
         )
         return self._network
+
+    def tune(self, tuning: Tuning) -> None:
+        """Use these variants from now on; what was recorded is recorded again."""
+        self._tuning = tuning
+        self._generation = -1
 
     def decode(self, n_valid: int) -> Recording:
         """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
@@ -292,6 +309,12 @@ class Steps:
                 ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, one_pass=n == 1)
                 for n in range(1, self.max_rows + 1)
             ]
+            variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
+            plans.append(
+                ops.plan_attention(
+                    *(on, cache), n_heads=heads, n_rows=1, max_keys=max_keys, variant=variant, n_splits=n_splits
+                )
+            )
         finally:
             recording.release()
         return max(4, *(plan.scratch_bytes for plan in plans)), max(4, *(plan.counter_bytes for plan in plans))

@@ -175,6 +175,7 @@ class GemvShape:
     wave: bool = True
     vector_x: bool = True
     group: int = 128
+    named_loads: bool = False  # a second form of a layout, with another number of loads
 
     @property
     def name(self) -> str:
@@ -182,7 +183,8 @@ class GemvShape:
         if not self.vector_x:
             return "plain"
         marks = (".norm" * self.norm) + (".swiglu" * self.swiglu) + (".wave" * self.wave)
-        return f"t{self.t_max}.l{self.set_lanes}r{self.rows_per_set}{marks}"
+        loads = f"u{self.loads}" * self.named_loads
+        return f"t{self.t_max}.l{self.set_lanes}r{self.rows_per_set}{loads}{marks}"
 
     @property
     def shared_bytes(self) -> int:
@@ -222,7 +224,21 @@ GEMV_NO_WAVE = (
     GemvShape(t_max=1, set_lanes=32, rows_per_set=1, loads=4, norm=True, swiglu=True, wave=False),
     GemvShape(t_max=8, set_lanes=32, rows_per_set=1, loads=2, wave=False),
 )
-GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE)
+# More layouts for one row: which is best depends on the GPU, and on the matrix.
+GEMV_MORE = (
+    *(
+        GemvShape(t_max=1, set_lanes=lanes, rows_per_set=rows, loads=4, norm=norm)
+        for lanes, rows, norm in ((64, 1, False), (64, 2, False), (128, 2, False), (64, 1, True), (64, 2, True))
+    ),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=4, named_loads=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=10, named_loads=True),
+    GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=8, named_loads=True),
+    GemvShape(t_max=1, set_lanes=32, rows_per_set=1, loads=8, named_loads=True),
+    GemvShape(t_max=1, set_lanes=256, rows_per_set=1, loads=5, group=256),
+    GemvShape(t_max=1, set_lanes=64, rows_per_set=1, loads=4, norm=True, swiglu=True),
+    GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=4, norm=True, swiglu=True, named_loads=True),
+)
+GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE, *GEMV_MORE)
 
 
 def gemv_id(weight_format: str, shape: GemvShape) -> str:
