@@ -498,7 +498,7 @@ def report(result: dict[str, Any], streamed: float) -> str:
         )
     for context, step in result.get("tuned", {}).items():
         lines.append(
-            f"tuned at {context:>6}: {1 / step['seconds']:8.1f} tok/s; the device {step['device_seconds'] * 1e6:.0f} us, "
+            f"tuned at {context:>6}: {1 / step['seconds']:8.1f} tok/s; device {step['device_seconds'] * 1e6:.0f} us, "
             f"{'the same' if step['same_tokens'] else 'OTHER'} tokens"
         )
     for op, times in result.get("tuning", {}).items():
@@ -536,7 +536,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0.5b,1.5b,7b")
     parser.add_argument("--device", default="vulkan")
-    parser.add_argument("--peers", action="store_true", help="transformers in the same run")
+    parser.add_argument("--peers", default="", help="sizes to run transformers on as well, in the same run")
+    parser.add_argument("--peer-seconds", type=float, default=200.0, help="time for one of them")
     parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
@@ -564,26 +565,26 @@ def main() -> int:
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1))
     if arguments.peers:
-        results["peers"] = {size: run_peer(size) for size in arguments.sizes.split(",")}
+        results["peers"] = {size: run_peer(size, arguments.peer_seconds) for size in arguments.peers.split(",")}
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1))
     return 0
 
 
-def run_peer(size: str, seconds: float = 150) -> dict[str, Any]:
-    """Transformers on the same shape, in a process of its own."""
+def run_peer(size: str, seconds: float) -> dict[str, Any]:
+    """transformers on the same shape, in a process of its own; what it has measured when its time is up."""
     command = [sys.executable, str(Path(__file__).with_name("peer_transformers.py")), json.dumps(config_json(size))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        print(f"transformers {size}: not done after {seconds:.0f} s", flush=True)
-        return {}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        print(f"transformers {size}: failed: {done.stderr[-500:]}", flush=True)
-        return {}
-    found: dict[str, Any] = json.loads(lines[-1])
-    print(f"transformers {size}: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()) + " tok/s", flush=True)
+        process.kill()
+        output, errors = process.communicate()
+        errors = f"not done after {seconds:.0f} s"
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
+    print(f"transformers {size}: {shown} {errors[-300:] if len(found) < 5 else ''}", flush=True)
     return found
 
 
