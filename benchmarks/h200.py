@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xinfer import gpu
+from xinfer import gpu, ops
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.kv_cache import KVCache
@@ -159,24 +159,43 @@ def repeated(measure: Callable[[], float], *, times: int, deadline: Deadline) ->
     return statistics.median(values)
 
 
-def copy_bandwidth(device: Device) -> float:
-    """Bytes read and written a second by copies within device memory that no cache holds."""
-    size = min(4 << 30, device.info.max_allocation, device.memory().free // 3) // 256 * 256
-    source, target = (device.create_buffer(size, "device", "copy") for _ in range(2))
-    device.upload(source[: 64 << 20], np.random.default_rng(1).bytes(64 << 20))
-    recording = device.create_recording("copy")
-    recording.timestamp("begin")
-    recording.copy(source, target)
-    recording.barrier()
-    recording.timestamp("end")
-    recording.finish()
-    seconds = []
-    for _ in range(5):
-        device.wait(device.submit(recording))
-        seconds.append(device.timestamps(recording)[1][1])
-    for held in (recording, source, target):
-        held.release()
-    return 2 * size / statistics.median(seconds)
+def bandwidths(device: Device) -> dict[str, float]:
+    """Bytes read and written a second within device memory that no cache holds: the driver's copy, and a kernel's.
+
+    The kernel is `add`: two floats read and one written. It is what steps are measured by: the driver may copy with an
+    engine that is slower than its multiprocessors.
+    """
+    size = min(2 << 30, device.info.max_storage_range, device.memory().free // 3) // (1 << 16) * (1 << 16)
+    buffers = [device.create_buffer(size, "device", "bandwidth") for _ in range(2)]
+    noise = np.random.default_rng(1).standard_normal(1 << 22, dtype=np.float32)
+    for buffer in buffers:
+        for start in range(0, size, noise.nbytes):
+            device.upload(buffer[start : min(start + noise.nbytes, size)], noise.view(np.uint8).data[: size - start])
+    width = 1 << 14
+    x, y = (ops.Rows.dense(buffer, size // 4 // width, width) for buffer in buffers)
+    found: dict[str, float] = {}
+    with ops.KernelSet(device) as kernels:
+        for name, moved in (("copy", 2 * size), ("kernel", 3 * size)):
+            recording = device.create_recording(name)
+            recording.timestamp("begin")
+            if name == "copy":
+                recording.copy(*buffers)
+            else:
+                for first in range(0, x.n, 32768):
+                    n = min(32768, x.n - first)
+                    ops.add(ops.Recorder(recording, kernels), x.rows(first, n), y.rows(first, n), label="add")
+            recording.barrier()
+            recording.timestamp("end")
+            recording.finish()
+            seconds = []
+            for _ in range(5):
+                device.wait(device.submit(recording))
+                seconds.append(device.timestamps(recording)[1][1])
+            recording.release()
+            found[name] = moved / statistics.median(seconds)
+    for buffer in buffers:
+        buffer.release()
+    return found
 
 
 # --- correctness ------------------------------------------------------------------------------------------------------
@@ -228,39 +247,57 @@ def fill_cache(model: QwenModel, n_tokens: int, room: int) -> KVCache:
     return cache
 
 
+@contextmanager
+def stopwatch(device: Device, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
+    """Seconds spent in some methods of a device, by name."""
+    spent = dict.fromkeys(names, 0.0)
+
+    def timed(name: str) -> Callable[..., Any]:
+        method = getattr(device, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                spent[name] += time.perf_counter() - began
+
+        return call
+
+    for name in names:
+        setattr(device, name, timed(name))
+    try:
+        yield spent
+    finally:
+        for name in names:
+            delattr(device, name)
+
+
 def decode(model: QwenModel, context: int, deadline: Deadline) -> dict[str, float]:
-    """Seconds a token around a context, and what the host did of them."""
+    """Seconds a token around a context: by the wall, by the device's clock, and what the host did of them."""
     n, warm = 128, 16
     cache = fill_cache(model, context, n + warm + 1)
-    waited = [0.0]
-    wait = model.device.wait
 
-    def timed_wait(*args: Any) -> None:
-        began = time.perf_counter()
-        wait(*args)
-        waited[0] += time.perf_counter() - began
-
-    def measure() -> tuple[float, float]:
+    def measure(spent: dict[str, float]) -> tuple[float, ...]:
         cache.truncate(context)
         tokens = model.greedy(7, cache, limit=n + warm)
         for _ in range(warm):
             next(tokens)
-        waited[0] = 0.0
+        spent.update(dict.fromkeys(spent, 0.0))
         began = time.perf_counter()
         for _ in range(n):
             next(tokens)
         seconds = time.perf_counter() - began
-        return seconds / n, (seconds - waited[0]) / n
+        return seconds / n, (seconds - spent["wait"]) / n, spent["submit"] / n
 
-    model.device.wait = timed_wait  # type: ignore[method-assign,assignment]
-    try:
-        runs = [measure()]
+    with stopwatch(model.device, ("wait", "submit")) as spent:
+        runs = [measure(spent)]
         while len(runs) < 5 and not deadline.over:
-            runs.append(measure())
-    finally:
-        del model.device.wait
-    seconds, host = (statistics.median(run[i] for run in runs) for i in range(2))
-    return {"seconds": seconds, "host_seconds": host}
+            runs.append(measure(spent))
+    seconds, host, submit = (statistics.median(run[i] for run in runs) for i in range(3))
+    cache.truncate(context)
+    own = statistics.median(run[0][1] for run in model.step_times(cache, 7, each_op=False, repeats=9))
+    return {"seconds": seconds, "device_seconds": own, "host_seconds": host, "submit_seconds": submit}
 
 
 def prefill(model: QwenModel, n_tokens: int, deadline: Deadline) -> float:
@@ -280,7 +317,7 @@ def prefill(model: QwenModel, n_tokens: int, deadline: Deadline) -> float:
 def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
     """One decode step op by op: median seconds over some steps, summed over the layers."""
     cache = fill_cache(model, context, 2)
-    steps = [model.step_times(cache) for _ in range(9)]
+    steps = model.step_times(cache, repeats=9)
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for entries in zip(*steps, strict=True):
@@ -354,7 +391,7 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
     return result
 
 
-def report(result: dict[str, Any], copy: float) -> str:
+def report(result: dict[str, Any], streamed: float) -> str:
     """A size's results for people."""
     check = result["parity"]
     agreement = (
@@ -370,13 +407,16 @@ def report(result: dict[str, Any], copy: float) -> str:
     for context, step in result["decode"].items():
         rate = step["bytes"] / step["seconds"]
         lines.append(
-            f"decode at {context:>6}: {1 / step['seconds']:8.1f} tok/s, {step['seconds'] * 1e6:7.0f} us a step, "
-            f"of it host {step['host_seconds'] * 1e6:4.0f} us; {rate / 1e9:6.0f} GB/s, {rate / copy:.0%} of a copy's"
+            f"decode at {context:>6}: {1 / step['seconds']:8.1f} tok/s, {step['seconds'] * 1e6:7.0f} us a step; "
+            f"the device {step['device_seconds'] * 1e6:.0f}; host {step['host_seconds'] * 1e6:.0f}, of it submit "
+            f"{step['submit_seconds'] * 1e6:.0f}; {rate / 1e9:.0f} GB/s, {rate / streamed:.0%} of what a kernel streams"
         )
     lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
-    for context, ops in result["profile"].items():
-        lines.append(f"a step at {context}, by the device's clock ({sum(op['seconds'] for op in ops) * 1e6:.0f} us):")
-        for op in ops:
+    for context, entries in result["profile"].items():
+        lines.append(
+            f"a step at {context}, by the device's clock ({sum(op['seconds'] for op in entries) * 1e6:.0f} us):"
+        )
+        for op in entries:
             each = op["seconds"] / op["count"]
             n_bytes = result["profile_bytes"].get(op["op"])
             speed = f"{n_bytes / each / 1e9:6.0f} GB/s" if n_bytes else ""
@@ -413,8 +453,9 @@ def main() -> int:
     assert device is not None
     with device:
         results["device"] = f"{device.info.name}, {device.info.driver} {device.info.driver_version}"
-        results["copy_bytes_per_second"] = copy = copy_bandwidth(device)
-        print(f"{results['device']}: a copy moves {copy / 1e9:.0f} GB/s, read and written", flush=True)
+        results["bytes_per_second"] = rates = bandwidths(device)
+        shown = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
+        print(f"{results['device']}: device memory, read and written: {shown}", flush=True)
         for size in arguments.sizes.split(","):
             folder = Path(tempfile.mkdtemp(prefix="xinfer-", dir=base))
             try:
@@ -422,7 +463,7 @@ def main() -> int:
             finally:
                 shutil.rmtree(folder)
             results["sizes"].append(result)
-            print(report(result, copy), flush=True)
+            print(report(result, rates["kernel"]), flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1))
     if arguments.peers:

@@ -27,6 +27,9 @@ RING = 64  # tokens that the device remembers
 ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 HEAD_BYTES = 64 << 20  # logits of all rows are made in pieces of this size
 TIMEOUT_S = 60.0
+SPIN_S = 0.01  # a single step takes less
+
+Timed = Literal["no", "whole", "ops"]  # where timestamps are taken
 
 # Segments of the decode step: take the state from the host, run, copy the logits to where the host reads them.
 LOAD, STEP, READ = "load", "step", "read"
@@ -118,12 +121,12 @@ class Steps:
 
         return self._kept(("decode", n_valid), record)
 
-    def record_step(self, recording: Recording, n_valid: int, *, timed: bool = False) -> None:
+    def record_step(self, recording: Recording, n_valid: int, *, timed: Timed = "no") -> None:
         """One token through the network, and the choice of the next one."""
         recording.barrier()
-        if timed:
+        if timed != "no":
             recording.timestamp("begin")
-        step = Pass(self.network(), self.one, 1, recording, timed=timed)
+        step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops")
         step.embed()
         for i in range(self.config.num_hidden_layers):
             step.layer(i)
@@ -139,6 +142,8 @@ class Steps:
             scratch=self._candidates,
         )
         step.done("argmax")
+        if timed == "whole":
+            recording.timestamp("step")
 
     def prefill(self, n: int, *, whole: bool) -> Recording:
         """Chunks of n rows into the cache; `whole` runs the last layer to its end, so that x is the network's."""
@@ -186,9 +191,10 @@ class Steps:
             self._staging_used = ticket
         return ticket
 
-    def wait(self, ticket: Ticket) -> None:
-        """Block until it has ended; Ctrl-C works."""
-        self.device.wait(ticket, TIMEOUT_S)
+    def wait(self, ticket: Ticket, *, urgent: bool = False) -> None:
+        """Block until it has ended; Ctrl-C works. An urgent wait, for work that nothing is queued behind, may spin."""
+        spin = SPIN_S if urgent and self.device.info.kind != "cpu" else 0.0
+        self.device.wait(ticket, TIMEOUT_S, spin_s=spin)
 
     def chosen(self, n: int) -> int:
         """The token that the step with `steps` = n has chosen, once it has been waited for."""

@@ -346,11 +346,40 @@ def _attention() -> Iterator[Variant]:
             defines = (number, ("GROUP", lanes), ("ONE_PASS", one_pass))
             extra = ("partial", "counters") if one_pass else ()
             yield _attention_kernel(f"{name}.{form}", "decode", defines, (*buffers, *extra), lanes, floats + one_pass)
+        for dim_max, one_pass in itertools.product((64, 128), (0, 1)):
+            yield _attention_tiled(name, dim_max, one_pass, buffers)
         for dim_max, keys in ((64, 32), (128, 16)):
             rows, defines = ATTENTION_QUERIES, (number, ("DIM_MAX", dim_max), ("KEYS", keys))
             floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
             yield _attention_kernel(f"{name}.prefill{dim_max}", "prefill", defines, buffers, 128, floats)
     yield _attention_kernel("combine", "combine", (("GROUP", 64),), ("partial", "result"), 64, ATTENTION_SPLITS_MAX)
+    for keys in (32, 64, 128):
+        yield _attention_kernel(
+            f"combine_active{keys}",
+            "combine_active",
+            (("GROUP", 256), ("KEYS", keys)),
+            ("partial", "state", "result"),
+            256,
+            2 * ATTENTION_SPLITS_MAX + 256,
+        )
+
+
+def attention_tile_keys(variant: Variant) -> int:
+    """Keys of a tile of attention_tiled, which is also the least that a split of it has."""
+    pieces = variant.define("DIM_MAX") // (4 if variant.define("FORMAT") == FORMATS["f32"] else 8)
+    return 8 * variant.workgroup[0] // pieces
+
+
+def _attention_tiled(name: str, dim_max: int, one_pass: int, buffers: tuple[str, ...]) -> Variant:
+    lanes, heads, values = 128, ATTENTION_HEADS_A_LOAD, 4 if name == "f32" else 8
+    pieces = dim_max // values
+    keys, items = 8 * lanes // pieces, heads * pieces
+    floats = 4 * keys * (pieces + 1) + heads * dim_max + heads * (keys + 1) + lanes + heads
+    floats += values * max(lanes - items, 0) + one_pass
+    defines = (("FORMAT", FORMATS[name]), ("GROUP", lanes), ("DIM_MAX", dim_max), ("ONE_PASS", one_pass))
+    extra = ("partial", "counters") if one_pass else ()
+    form = f"tiled{dim_max}" + "_one_pass" * one_pass
+    return _attention_kernel(f"{name}.{form}", "tiled", defines, (*buffers, *extra), lanes, floats)
 
 
 def _attention_kernel(
