@@ -32,7 +32,7 @@ PACKED_ROWS = 128  # packed activations have a multiple of so many rows,
 PACKED_COLUMNS = 32  # and of so many columns
 
 WAVE_NEEDS = frozenset({"subgroup_arithmetic"})
-MATRIX_CORE_NEEDS = frozenset({"coop_matrix", "memory_model", "float16"})
+MATRIX_CORE_NEEDS = frozenset({"coop_matrix", "coop_matrix.f16.f32.16x16x16", "memory_model", "float16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
