@@ -572,7 +572,7 @@ def main() -> int:
 
 
 def run_peer(size: str, seconds: float) -> dict[str, Any]:
-    """transformers on the same shape, in a process of its own; what it has measured when its time is up."""
+    """Run transformers on the same shape, in a process of its own; what it has measured when its time is up."""
     command = [sys.executable, str(Path(__file__).with_name("peer_transformers.py")), json.dumps(config_json(size))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

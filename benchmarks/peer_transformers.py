@@ -31,7 +31,7 @@ def copy() -> float:
     target = torch.empty_like(source)
     target.copy_(source)
     seconds = min(synchronized(lambda: target.copy_(source)) for _ in range(5))
-    return 2 * source.nbytes / seconds / 1e9
+    return float(2 * source.nbytes / seconds / 1e9)
 
 
 def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:

@@ -18,7 +18,9 @@ from xinfer.shaders.catalog import (
     variants,
 )
 
-BUSY_GROUPS = 256  # workgroups that keep a large GPU busy
+BUSY_GROUPS = 528  # workgroups that keep a large GPU busy: four on each of an H200's multiprocessors
+BUSY_PREFILL_GROUPS = 256
+MOST_SPLITS = 132  # more are not faster even where they make fewer workgroups
 CPU_GROUPS = 8  # a software driver runs a few at a time
 PREFILL_ROWS = 16  # rows from which on a tile of 32 queries pays
 ONE_PASS_SPLITS = 8  # up to which the last workgroup puts them together sooner than a second dispatch would
@@ -57,10 +59,11 @@ def plan_attention(
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
     chosen = on.choose(attention_candidates(cache, n_rows, one_pass=one_pass), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
-    busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else BUSY_GROUPS
+    busy = BUSY_GROUPS if n_rows < PREFILL_ROWS else BUSY_PREFILL_GROUPS
+    busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else busy
     least = attention_tile_keys(chosen) if is_tiled(chosen) else BLOCK_TOKENS
     if n_splits is None:
-        n_splits = min(max(busy // groups, 1), ceil_div(max_keys, least), ATTENTION_SPLITS_MAX)
+        n_splits = min(max(busy // groups, 1), ceil_div(max_keys, least), MOST_SPLITS)
     if is_tiled(chosen) and chosen.define("ONE_PASS"):
         if n_splits > ONE_PASS_SPLITS and variant is None:
             return plan_attention(on, cache, n_heads=n_heads, n_rows=n_rows, max_keys=max_keys, n_splits=n_splits)
