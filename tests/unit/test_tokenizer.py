@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tracemalloc
 import unicodedata
@@ -182,7 +183,7 @@ def test_ids_that_no_token_has_decode_to_nothing() -> None:
 # One id at a time.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_put_together_are_the_whole(any_tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(st.lists(st.integers(0, any_tokenizer.size + 2), max_size=40))
@@ -200,10 +201,13 @@ def waiting(raw: bytes) -> int:
         except UnicodeDecodeError as error:
             if (error.reason, error.start, error.end) == ("unexpected end of data", 0, count):
                 return count
+        # Python holds the first two bytes of a surrogate until the third, though UTF-8 has no such character.
+        if count == len(tail) == 2 and tail[0] == 0xED and 0xA0 <= tail[1] <= 0xBF:
+            return count
     return 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=st.text(max_size=20), cut=st.integers(0, 80), noise=st.binary(max_size=6))
 def test_bytes_wait_for_their_character_and_no_longer(text: str, cut: int, noise: bytes) -> None:
     raw = text.encode()
@@ -295,14 +299,23 @@ def matched(pieces: list[str], stops: list[str]) -> Iterator[str | bool]:
     yield False
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    pieces=st.lists(st.text("abc", max_size=5), max_size=12),
-    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),
+    pieces=st.lists(st.text("ab", max_size=5), max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
 )
 def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
     *shown, stopped = matched(pieces, stops)
     assert ("".join(map(str, shown)), stopped) == first_stop("".join(pieces), stops)
+
+
+def test_every_short_stop_string_is_found_in_every_short_text() -> None:
+    """All of them over two letters: a stop string that begins again within itself is where matching goes wrong."""
+    texts = ["".join(letters) for letters in itertools.product("ab", repeat=9)]
+    for stop in ("".join(letters) for size in range(1, 6) for letters in itertools.product("ab", repeat=size)):
+        for text in texts:
+            *shown, stopped = matched([text[:4], text[4:]], [stop])
+            assert ("".join(map(str, shown)), stopped) == first_stop(text, [stop]), (stop, text)
 
 
 def test_text_that_may_become_a_stop_string_waits() -> None:
