@@ -194,8 +194,10 @@ class Sampler:
         else:
             ids = np.arange(scores.size)
         # The highest score is subtracted first so that a tiny temperature cannot overflow.
+        weights = (scores if ids.size == scores.size else scores[ids]) - highest
         with np.errstate(over="ignore"):
-            weights = np.exp((scores[ids] - highest) / self.temperature)
+            weights /= self.temperature
+        np.exp(weights, out=weights)
         if self.top_p < 1.0:
             ids, weights = nucleus(ids, weights / weights.sum(), self.top_p)
         if self.min_p > 0.0:
