@@ -132,20 +132,23 @@ class Sampler:
         if invalid_ids is not None:
             assert invalid_ids.shape == (vocab_size,), (invalid_ids.shape, vocab_size)
         self._invalid = None if invalid_ids is None or not invalid_ids.any() else np.flatnonzero(invalid_ids)
-        self._is_invalid = invalid_ids
         bias = params.logit_bias or {}
         self._bias_ids = _ids_within("logit_bias", bias.keys(), vocab_size)
         self._bias = np.array(list(bias.values()), dtype=np.float64)  # (len(bias),)
         self._seen = np.zeros(vocab_size, dtype=np.bool_)  # in the prompt or the answer
         self._seen[_ids_within("the prompt", prompt_ids, vocab_size)] = True
         self._counts = np.zeros(vocab_size, dtype=np.int32)  # in the answer
+        # Used again for every token: fresh megabytes cost more in page faults than the arithmetic on them.
+        self._all_ids = np.arange(vocab_size)
+        self._scores = np.empty(vocab_size)
+        self._weights = np.empty(vocab_size)
 
     def sample(self, logits: NDArray[np.float32], position: int) -> Sampled:
         """Draw the token that follows `logits` (vocab_size,) and count it.
 
         `position` is the new token's place in the sequence; together with the seed it decides the draw.
         """
-        scores = self.scores(logits, position)
+        scores = self._scored(logits, position)
         if self.temperature == 0.0:
             token = int(scores.argmax())
         else:
@@ -155,11 +158,15 @@ class Sampler:
         self._counts[token] += 1
         return self._reported(token, logits)
 
-    def scores(self, logits: NDArray[np.float32], position: int = 0) -> NDArray[np.float64]:
+    def scores(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
         """The logits (vocab_size,) after bias and penalties; -inf at invalid ids."""
+        return self._scored(logits, 0).copy()
+
+    def _scored(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float64]:
         assert logits.shape == (self.vocab_size,), (logits.shape, self.vocab_size)
         _check_finite(logits, position)
-        scores = logits.astype(np.float64)
+        scores = self._scores
+        scores[:] = logits
         if self._bias.size:
             scores[self._bias_ids] += self._bias
         if self.repetition_penalty != 1.0:
@@ -176,7 +183,7 @@ class Sampler:
 
     def distribution(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The kept ids, most probable first, and their probabilities, which sum to 1: what `sample` draws from."""
-        scores = self.scores(logits)
+        scores = self._scored(logits, 0)
         if self.temperature == 0.0:
             return np.array([scores.argmax()]), np.ones(1)
         ids, weights = self._kept(scores)
@@ -192,14 +199,16 @@ class Sampler:
             # Far fewer exponentials; the margin leaves the borderline to the exact comparison below.
             ids = np.flatnonzero(scores >= highest + self.temperature * (math.log(self.min_p) - 1e-6))
         else:
-            ids = np.arange(scores.size)
+            ids = self._all_ids
+        weights = self._weights[: ids.size]
         # The highest score is subtracted first so that a tiny temperature cannot overflow.
-        weights = (scores if ids.size == scores.size else scores[ids]) - highest
+        np.subtract(scores if ids is self._all_ids else scores[ids], highest, out=weights)
         with np.errstate(over="ignore"):
             weights /= self.temperature
         np.exp(weights, out=weights)
         if self.top_p < 1.0:
-            ids, weights = nucleus(ids, weights / weights.sum(), self.top_p)
+            weights /= weights.sum()
+            ids, weights = nucleus(ids, weights, self.top_p)
         if self.min_p > 0.0:
             keep = weights >= self.min_p * weights.max()
             ids, weights = ids[keep], weights[keep]
@@ -209,9 +218,10 @@ class Sampler:
         wanted = self.params.logprobs
         if wanted is None:
             return Sampled(token, None, ())
-        exact = logits.astype(np.float64)
-        logprobs = exact - exact.max()
-        logprobs -= np.log(np.exp(logprobs).sum())
+        logprobs, work = self._scores, self._weights
+        logprobs[:] = logits
+        logprobs -= logprobs.max()
+        logprobs -= np.log(np.exp(logprobs, out=work).sum())
         chosen = float(logprobs[token])
         if self._invalid is not None:
             logprobs[self._invalid] = -np.inf
