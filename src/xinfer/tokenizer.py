@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from xinfer.errors import RequestError, TokenizerError
+from xinfer.patterns import PatternError, check_pattern
 
 T = TypeVar("T")
 
@@ -423,6 +424,25 @@ def _check_parts(data: dict[str, Any], file: Path) -> None:
                 )
             if kind == "TemplateProcessing":
                 _check_template(part, file)
+            if "pattern" in part:
+                _check_pattern(part["pattern"], file, name)
+
+
+def _check_pattern(pattern: Any, file: Path, name: str) -> None:
+    """The library panics where matching takes too long, and where what a normalizer replaces is empty."""
+    if not isinstance(pattern, dict):
+        return
+    expression = pattern.get("Regex")
+    if isinstance(expression, str):
+        try:
+            check_pattern(expression, may_match_nothing=name == "pre_tokenizer")
+        except PatternError as error:
+            raise TokenizerError(
+                f"{file}: the pattern {expression!r:.80} of the {name} {error}; take the file from the original "
+                "checkpoint"
+            ) from error
+    if pattern.get("String") == "":
+        raise TokenizerError(f"{file}: the {name} has an empty pattern; take the file from the original checkpoint")
 
 
 def _check_template(part: dict[str, Any], file: Path) -> None:
@@ -463,9 +483,12 @@ def _check_merges(vocab: Any, merges: Any, file: Path) -> None:
         raise TokenizerError(f"{file}: the model lacks vocab or merges; expected a table and a list: download it again")
     for merge in merges:
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise TokenizerError(f"{file} has the merge {merge!r:.80}; expected two tokens")
-        if pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
+        try:
+            left, right = pair
+            known = left in vocab and right in vocab and left + right in vocab
+        except (TypeError, ValueError):
+            raise TokenizerError(f"{file} has the merge {merge!r:.80}; expected two tokens") from None
+        if not known:
             raise TokenizerError(
                 f"{file} has the merge {merge!r:.80}, but one of the two, or both together, are no token of the "
                 "vocabulary; take the tokenizer's files from the same checkpoint"

@@ -26,7 +26,8 @@ ALLOWED = {
     "progress": set(),
     "chat": {"template_sandbox"},
     "template_sandbox": set(),
-    "tokenizer": set(),
+    "tokenizer": {"patterns"},
+    "patterns": set(),
     "sampling": set(),
     "model": set(),
 }
