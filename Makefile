@@ -25,9 +25,9 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)  ## continue a line of Shakespeare with the bundled model
-	@echo 'xinfer generate "ROMEO." --max-tokens 120 --seed 7'
+	@echo 'xinfer generate "ROMEO:" --max-tokens 120 --seed 7'
 	@echo
-	@$(VENV)/bin/xinfer generate "ROMEO." --max-tokens 120 --seed 7
+	@$(VENV)/bin/xinfer generate "ROMEO:" --max-tokens 120 --seed 7
 
 test: $(READY)  ## the whole test suite, but for what needs torch (compare) or long (soak)
 	$(PY) -m pytest -m 'not soak'

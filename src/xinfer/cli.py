@@ -109,7 +109,7 @@ def generate(
 ) -> None:
     """Continue a text: the answer streams to stdout, statistics go to stderr.
 
-    xinfer generate "ROMEO." --max-tokens 80 --seed 1
+    xinfer generate "ROMEO:" --max-tokens 80 --seed 1
     """
     text = _read_stdin() if prompt is None else prompt
     with _load(model, device, context) as llm:
