@@ -250,9 +250,10 @@ def main() -> None:
     if args.worker:
         worker(args.worker, args.folder, args.threads)
         return
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "tools"))
     from tokenizers import Tokenizer
-    from tools import smollm2_to_qwen2
+
+    import smollm2_to_qwen2
 
     folder = args.folder or smollm2_to_qwen2.cached()
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
