@@ -25,9 +25,9 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)  ## continue a line of Shakespeare with the bundled model
-	@echo 'xinfer generate "ROMEO:" --max-tokens 120 --seed 7'
-	@echo
-	@$(VENV)/bin/xinfer generate "ROMEO:" --max-tokens 120 --seed 7
+	@echo "\$$ echo ROMEO: | xinfer generate --max-tokens 100 --seed 3"
+	@echo ROMEO:
+	@echo ROMEO: | $(VENV)/bin/xinfer generate --max-tokens 100 --seed 3
 
 test: $(READY)  ## the whole test suite, but for what needs torch (compare) or long (soak)
 	$(PY) -m pytest -m 'not soak'
