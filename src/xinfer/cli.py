@@ -1,4 +1,4 @@
-"""The command line: `xinfer generate`, `chat`, `inspect`, `explain`, `logits`, `synth`.
+"""The command line: `xinfer generate`, `chat`, `devices`, `inspect`, `explain`, `logits`, `synth`.
 
 Text goes to stdout; progress, statistics and warnings go to stderr. A command imports what costs time to import when it
 runs, so that `xinfer --help` answers at once.
@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +66,9 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Folder or hub name; 'demo' is the bundled model.")]
 ModelArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Folder or hub name; the demo model by default.")]
-Device = Annotated[str, typer.Option(help="auto or cpu.")]
+Device = Annotated[
+    str, typer.Option(help="auto, cpu, vulkan, vulkan:1, or part of an adapter's name; see xinfer devices.")
+]
 Context = Annotated[int | None, typer.Option(min=2, help="Most tokens, prompt and answer. [default: the model's]")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy. [default: the checkpoint's]")]
@@ -233,8 +235,9 @@ def logits(
         raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
     if out.suffix != ".npy":
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
-    with _progress_bars() as progress, closing(load_model(_resolve(model), device=device, progress=progress)) as loaded:
-        values = loaded.forward(ids)  # (T, vocab_size)
+    with _progress_bars() as progress, load_model(_resolve(model), device=device, progress=progress) as loaded:
+        values = loaded.model.forward(ids)  # (T, vocab_size)
+        device_name = loaded.device_name
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
@@ -242,7 +245,16 @@ def logits(
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)
-    _say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}")
+    _say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {device_name}")
+
+
+@app.command()
+def devices(*, as_json: Json = False) -> None:
+    """List the adapters that --device can name: driver, API, memory, and the features that will be used."""
+    from xinfer.inspection import list_adapters, render_adapters
+
+    report = list_adapters()
+    _print_json(report) if as_json else typer.echo(render_adapters(report))
 
 
 @app.command()

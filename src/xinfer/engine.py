@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ from xinfer.sampling import Sampled, Sampler
 FinishReason = Literal["stop", "length", "context"]
 
 PREFILL_CHUNK = 512  # tokens a forward: bounds the activations, and lets Ctrl-C and the progress bar in between
+QUEUED_CHUNK = 4096  # likewise, of a model that cuts prompts by itself
 
 
 class Cache(Protocol):
@@ -39,6 +41,7 @@ class Cache(Protocol):
 
 
 C = TypeVar("C", bound=Cache)
+C_contra = TypeVar("C_contra", bound=Cache, contravariant=True)
 
 
 class Model(Protocol[C]):
@@ -49,6 +52,20 @@ class Model(Protocol[C]):
 
     def forward(self, tokens: NDArray[np.int64], cache: C, *, last_only: bool = False) -> NDArray[np.float32]:
         """Append `tokens` (T,) to the cache; logits (T, vocab_size), or (1, vocab_size) for the last one only."""
+
+
+@runtime_checkable
+class QueuedModel(Protocol[C_contra]):
+    """What a model may offer besides: prompts without logits, and greedy steps queued ahead of their reading."""
+
+    def extend(self, tokens: NDArray[np.int64], cache: C_contra) -> None:
+        """Append `tokens` (T,) to the cache."""
+
+    def greedy(self, token: int, cache: C_contra, *, limit: int, n_valid: int | None = None) -> Generator[int]:
+        """The likeliest token below n_valid after `token`, then the one after that, `limit` of them.
+
+        When a token is yielded, everything before it is in the cache. The generator may be closed at any token.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +92,7 @@ class Engine(Generic[C]):
 
     def __init__(self, model: Model[C], *, context: int) -> None:
         self.model = model
+        self.queued: QueuedModel[C] | None = model if isinstance(model, QueuedModel) else None
         self.context = context  # the most tokens, prompt and answer together, of one sequence
         self._lock = threading.Lock()
 
@@ -86,7 +104,23 @@ class Engine(Generic[C]):
         """The logits (vocab_size,) after the last of `tokens`."""
         with self._lock:
             logits = self.model.forward(np.asarray(tokens, dtype=np.int64), cache, last_only=True)  # (1, vocab_size)
-        return logits.reshape(-1)
+        last: NDArray[np.float32] = logits[0]
+        return last
+
+    def extend(self, tokens: Sequence[int], cache: C) -> None:
+        """Append `tokens` to the cache of a `queued` model."""
+        assert self.queued is not None
+        with self._lock:
+            self.queued.extend(np.asarray(tokens, dtype=np.int64), cache)
+
+    def greedy(self, token: int, cache: C, *, limit: int, n_valid: int) -> Generator[int]:
+        """The greedy tokens of a `queued` model."""
+        assert self.queued is not None
+        with closing(self.queued.greedy(token, cache, limit=limit, n_valid=n_valid)) as tokens:
+            for _ in range(limit):
+                with self._lock:
+                    chosen = next(tokens)
+                yield chosen
 
 
 class Session(Generic[C]):
@@ -131,54 +165,100 @@ class Session(Generic[C]):
         check_prompt(prompt_ids, self._engine.context)
         timing = timing if timing is not None else Timing()
         timing.prompt_tokens = len(prompt_ids)
-        started = time.perf_counter()
-        logits = self._prefill(prompt_ids, timing, on_prefill)
-        timing.prefill_seconds = time.perf_counter() - started
         room = self._engine.context - len(prompt_ids)
         limit = room if max_tokens is None else min(room, max_tokens)
-        for n in range(1, limit + 1):
-            started = time.perf_counter()
-            sampled = sampler.sample(logits, position=len(prompt_ids) + n - 1)
-            reason: FinishReason | None = None
-            if sampled.token in stop_ids:
-                reason = "stop"
-            elif n == max_tokens:
-                reason = "length"
-            elif n == room:
-                reason = "context"
-            timing.generated_tokens = n
-            timing.decode_seconds += time.perf_counter() - started
-            yield Step(sampled, reason)
-            if reason is not None:
-                return
-            started = time.perf_counter()
-            logits = self._append([sampled.token])
-            timing.decode_seconds += time.perf_counter() - started
+        with closing(self._draws(prompt_ids, sampler, limit, timing, on_prefill)) as draws:
+            for n in range(1, limit + 1):
+                started = time.perf_counter()
+                sampled = next(draws)
+                reason: FinishReason | None = None
+                if sampled.token in stop_ids:
+                    reason = "stop"
+                elif n == max_tokens:
+                    reason = "length"
+                elif n == room:
+                    reason = "context"
+                timing.generated_tokens = n
+                if n == 1:  # the prompt's last token has paid for it
+                    timing.prefill_seconds = time.perf_counter() - started
+                else:
+                    timing.decode_seconds += time.perf_counter() - started
+                yield Step(sampled, reason)
+                if reason is not None:
+                    return
 
-    def _prefill(
-        self, prompt_ids: Sequence[int], timing: Timing, on_prefill: Callable[[int, int], None] | None
-    ) -> NDArray[np.float32]:
+    def _draws(
+        self,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        limit: int,
+        timing: Timing,
+        on_prefill: Callable[[int, int], None] | None,
+    ) -> Generator[Sampled]:
+        """The tokens of an answer; what was drawn is appended when the next one is asked for."""
         # The last token is always computed: its logits are what the caller wants.
         reused = min(_common_prefix(self._ids, prompt_ids), len(prompt_ids) - 1)
         self._truncate(reused)
         timing.cached_tokens = reused
+        if self._engine.queued is None:
+            logits = self._prefill(prompt_ids, reused, on_prefill)
+        else:
+            self._extend(prompt_ids, reused, on_prefill)
+            n_valid = sampler.argmax_below
+            if n_valid is not None:
+                yield from self._greedy(prompt_ids[-1], limit, n_valid)
+                return
+            logits = self._append(prompt_ids[-1:])
+        for n in range(limit):
+            sampled = sampler.sample(logits, position=len(prompt_ids) + n)
+            yield sampled
+            logits = self._append([sampled.token])
+
+    def _prefill(
+        self, prompt_ids: Sequence[int], start: int, on_prefill: Callable[[int, int], None] | None
+    ) -> NDArray[np.float32]:
+        """Append the prompt from `start` on; the logits (vocab_size,) after it."""
         logits = np.empty(0, np.float32)
-        for start in range(reused, len(prompt_ids), PREFILL_CHUNK):
-            chunk = prompt_ids[start : start + PREFILL_CHUNK]
+        for begin in range(start, len(prompt_ids), PREFILL_CHUNK):
+            chunk = prompt_ids[begin : begin + PREFILL_CHUNK]
             logits = self._append(chunk)  # (vocab_size,)
             if on_prefill is not None:
-                on_prefill(start + len(chunk) - reused, len(prompt_ids) - reused)
+                on_prefill(begin + len(chunk) - start, len(prompt_ids) - start)
         return logits
 
+    def _extend(self, prompt_ids: Sequence[int], start: int, on_prefill: Callable[[int, int], None] | None) -> None:
+        """Append the prompt from `start` on, but for its last token."""
+        last = len(prompt_ids) - 1
+        for begin in range(start, last, QUEUED_CHUNK):
+            chunk = prompt_ids[begin : min(begin + QUEUED_CHUNK, last)]
+            with self._repaired():
+                self._engine.extend(chunk, self._cache)
+            self._ids.extend(chunk)
+            if on_prefill is not None:
+                on_prefill(begin + len(chunk) - start, last - start)
+
+    def _greedy(self, token: int, limit: int, n_valid: int) -> Iterator[Sampled]:
+        answer = self._engine.greedy(token, self._cache, limit=limit, n_valid=n_valid)
+        with self._repaired(), closing(answer) as tokens:
+            for chosen in tokens:
+                self._ids.append(token)
+                token = chosen
+                yield Sampled(chosen, None, ())
+
     def _append(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        try:
+        with self._repaired():
             logits = self._engine.forward(tokens, self._cache)
-        except BaseException:
-            # Ctrl-C or an error may have left the cache half written: keep only what is known to be whole.
-            self._truncate(min(len(self._ids), self._cache.length))
-            raise
         self._ids.extend(tokens)
         return logits
+
+    @contextmanager
+    def _repaired(self) -> Iterator[None]:
+        """Ctrl-C or an error may leave the cache half written: keep only what is known to be whole."""
+        try:
+            yield
+        except BaseException:
+            self._truncate(min(len(self._ids), self._cache.length))
+            raise
 
     def _truncate(self, length: int) -> None:
         self._cache.truncate(length)

@@ -13,6 +13,8 @@ The tree::
     |   +-- ChatTemplateError   the chat template: absent, broken, or refusing the messages
     +-- NumericalError          NaN or Inf where a number was expected
     +-- DeviceError             no such device, or it cannot be used
+        +-- OutOfMemoryError    the device has too little memory left
+        +-- DeviceLostError     the driver gave the device up; open it again
 
 A message says what was found, what was expected, and what to do.
 """
@@ -73,3 +75,24 @@ class NumericalError(XinferError):
 
 class DeviceError(XinferError):
     """A device that does not exist or cannot be used."""
+
+
+class OutOfMemoryError(DeviceError):
+    """The device has too little memory left for what was asked.
+
+    `needed` and `free` are bytes; `missing` is their difference.
+    """
+
+    def __init__(self, message: str, *, needed: int = 0, free: int = 0) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+
+    @property
+    def missing(self) -> int:
+        """Bytes that would have to be freed first."""
+        return max(0, self.needed - self.free)
+
+
+class DeviceLostError(DeviceError):
+    """The driver gave the device up (a hang, a crash, an unplugged card); it has to be opened again."""

@@ -1,4 +1,4 @@
-"""What `xinfer inspect` and `xinfer explain` report, as plain data and as text."""
+"""What `xinfer inspect`, `xinfer explain` and `xinfer devices` report, as plain data and as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
@@ -142,6 +143,45 @@ def render_explanation(report: dict[str, Any]) -> str:
             _table(sampling),
         )
     )
+
+
+def list_adapters() -> dict[str, Any]:
+    """Every adapter, best first, the one that "auto" takes, and why a graphics API shows no GPU."""
+    found = gpu.list_devices()
+    chosen = gpu.best([info for info in found if info.kind in gpu.BY_PREFERENCE])
+    devices = [
+        {
+            "selector": f"{info.api}:{info.index}",
+            **dataclasses.asdict(info),
+            "features": sorted(info.features),
+        }
+        for info in sorted(found, key=lambda info: (info.kind == "cpu", info.api, info.index))
+    ]
+    return {
+        "auto": "cpu" if chosen is None else f"{chosen.api}:{chosen.index}",
+        "devices": devices,
+        "missing": gpu.diagnose(),
+    }
+
+
+def render_adapters(report: dict[str, Any]) -> str:
+    """`list_adapters`' report for people."""
+    parts = []
+    for device in report["devices"]:
+        kind = "software, used only when asked for" if device["kind"] == "cpu" else device["kind"]
+        subgroups = f"{device['subgroup_size_min']} to {device['subgroup_size_max']}"
+        rows = [
+            ("adapter", f"{device['name']} ({kind})"),
+            ("driver", f"{device['driver']} {device['driver_version']}, {device['api']} {device['api_version']}"),
+            ("memory", f"{_size(device['heap_bytes'])}, bindings up to {_size(device['max_storage_range'])}"),
+            ("subgroups", subgroups),
+            ("features", ", ".join(device["features"]) or "none"),
+        ]
+        parts.append(f"{device['selector']}\n" + "\n".join("  " + line for line in _table(rows).splitlines()))
+    for api, reasons in report["missing"].items():
+        parts.append("\n".join([f"no GPU through {api}:", *(f"  {reason}" for reason in reasons)]))
+    parts.append(f"--device auto takes {report['auto']}" + (" (the reference)" if report["auto"] == "cpu" else ""))
+    return "\n\n".join(parts)
 
 
 def _table(rows: Sequence[tuple[str, str]]) -> str:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
+from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_prompt
-from xinfer.errors import DeviceError
-from xinfer.model.reference import ReferenceCache, ReferenceModel
+from xinfer.gpu.api import Device
+from xinfer.gpu_model import QwenModel
+from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
@@ -21,7 +23,7 @@ from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 
 Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
 
-DEVICES = ("auto", "cpu")
+CPU = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +116,10 @@ class LLM:
     Args:
         model: a folder in Hugging Face form, a hub name such as "Qwen/Qwen2.5-0.5B-Instruct", or None for the bundled
             demo model.
-        device: "auto" or "cpu".
+        device: "auto" (a GPU where there is one, else the CPU), "cpu", "vulkan" (also where only a software driver is),
+            "vulkan:1", or part of an adapter's name.
         context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
+            On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
         progress: called with (stage, done, total) while loading and reading long prompts.
     """
 
@@ -134,9 +138,9 @@ class LLM:
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
-        self._model = load_model(self.checkpoint.folder, device=device, progress=progress)
-        self._engine: Engine[ReferenceCache] = Engine(self._model, context=self.context)
-        self.device = "cpu"
+        self._loaded = load_model(self.checkpoint.folder, device=device, context=context, progress=progress)
+        self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
+        self.device = self._loaded.device_name
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -186,7 +190,7 @@ class LLM:
 
     def close(self) -> None:
         """Release the model's memory and files. A second close does nothing."""
-        self._model.close()
+        self._loaded.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -198,7 +202,7 @@ class LLM:
 
     def start(
         self,
-        session: Session[ReferenceCache],
+        session: Session[Any],
         prompt_ids: Sequence[int],
         settings: Settings,
         *,
@@ -237,7 +241,7 @@ class LLM:
 class Conversation:
     """Turns between a user and the model. What the cache already holds of a turn is not computed again."""
 
-    def __init__(self, llm: LLM, session: Session[ReferenceCache], *, system: str | None) -> None:
+    def __init__(self, llm: LLM, session: Session[Any], *, system: str | None) -> None:
         self._llm = llm
         self._session = session
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
@@ -268,10 +272,56 @@ class Conversation:
         )
 
 
-def load_model(folder: Path, *, device: str = "auto", progress: Progress | None = None) -> ReferenceModel:
-    """The model of a folder on a device; the caller closes it."""
-    if device not in DEVICES:
-        raise DeviceError(f"device {device!r} is not known; expected one of: {', '.join(DEVICES)}")
+class LoadedModel:
+    """A model on a device. A context manager: at its end model and device are closed."""
+
+    def __init__(self, model: ReferenceModel | QwenModel, device: Device | None = None) -> None:
+        self.model = model
+        self.device = device  # None: the CPU
+        info = None if device is None else device.info
+        self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}"
+
+    def close(self) -> None:
+        """Give back what it holds; a second close does nothing."""
+        self.model.close()
+        if self.device is not None:
+            self.device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def load_model(
+    folder: Path, *, device: str = "auto", context: int | None = None, progress: Progress | None = None
+) -> LoadedModel:
+    """The model of a folder on a device, which the caller closes. See `LLM` for the arguments.
+
+    Raises:
+        DeviceError: there is no such device, or it cannot be used.
+        OutOfMemoryError: the device has too little memory; the message says which context would fit.
+    """
+    opened = None if device.strip().lower() == CPU else gpu.open_device(device)
+    if opened is None:
+        return LoadedModel(_load_reference(folder, progress))
+
+    def loaded(done: int, total: int) -> None:
+        if progress is not None:
+            progress("load", done, total)
+
+    try:
+        with ModelWeights.open(folder) as weights:
+            return LoadedModel(QwenModel.load(weights, opened, context=context, progress=loaded), opened)
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:
     weights = ModelWeights.open(folder)
 
     def loaded(parts: int, of: int) -> None:

@@ -143,6 +143,18 @@ class Sampler:
         self._scores = np.empty(vocab_size)
         self._weights = np.empty(vocab_size)
 
+    @property
+    def argmax_below(self) -> int | None:
+        """The id below which `sample` takes the largest logit, the lowest id on ties; None where it does more."""
+        penalties = (self.repetition_penalty != 1.0, self.params.presence_penalty, self.params.frequency_penalty)
+        if self.temperature != 0.0 or any(penalties) or self._bias.size or self.params.logprobs is not None:
+            return None
+        if self._invalid is None:
+            return self.vocab_size
+        first = int(self._invalid[0])
+        ends_there = first > 0 and self._invalid.size == self.vocab_size - first
+        return first if ends_there else None
+
     def sample(self, logits: NDArray[np.float32], position: int) -> Sampled:
         """Draw the token that follows `logits` (vocab_size,) and count it.
 

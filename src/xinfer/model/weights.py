@@ -164,12 +164,12 @@ class ModelWeights:
         self._files[info.file].read_into(offset, array.reshape(-1).view(np.uint8).data)
         return array
 
-    def read_into(self, name: str, buffer: memoryview) -> None:
-        """Fill `buffer`, which is as long as the tensor, with the stored bytes of the tensor called `name`."""
+    def read_into(self, name: str, buffer: memoryview, *, offset: int = 0) -> None:
+        """Fill `buffer` with the stored bytes of the tensor called `name`, from its byte `offset` on."""
         info = self.tensors[name]
         flat = buffer.cast("B") if buffer.ndim != 1 or buffer.itemsize != 1 else buffer
-        assert flat.nbytes == info.nbytes, (flat.nbytes, info)
-        self._files[info.file].read_into(info.offset, flat)
+        assert 0 <= offset <= info.nbytes - flat.nbytes, (offset, flat.nbytes, info)
+        self._files[info.file].read_into(info.offset + offset, flat)
 
     @property
     def nbytes(self) -> int:

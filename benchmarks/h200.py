@@ -1,0 +1,453 @@
+"""What the resident forward does on a real GPU: correctness first, then speed, beside a peer in the same run.
+
+    python benchmarks/h200.py [--sizes 0.5b,1.5b,7b] [--peers] [--json FILE] [--device NAME]
+
+Random f16 checkpoints in the shapes of Qwen2.5 are written to a temporary folder. For each: greedy tokens and logits
+against the NumPy reference, decode at three context lengths (the cache filled with random keys and values), prefill,
+the load's bandwidth, the host's share of a step, and one decode step op by op by the device's clock. Every part has a
+time limit, so that a run ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xinfer import gpu
+from xinfer.gpu.api import Device
+from xinfer.gpu_model import QwenModel
+from xinfer.kv_cache import KVCache
+from xinfer.model import names
+from xinfer.model.config import Qwen2Config
+from xinfer.model.reference import ReferenceModel
+from xinfer.model.weights import ModelWeights
+
+PARITY_TOKENS = {"tiny": 24, "0.5b": 64, "1.5b": 32, "7b": 16}
+PARITY_LIMIT = 1e-4
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {  # to try this file on
+        "hidden_size": 128,
+        "intermediate_size": 320,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+    },
+    "0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
+    "7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "vocab_size": 152064,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def config_json(size: str) -> dict[str, Any]:
+    """The config.json of a size."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "torch_dtype": "float16",
+        "use_sliding_window": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+        **SHAPES[size],
+    }
+
+
+def write_checkpoint(folder: Path, size: str) -> None:
+    """Random f16 weights under which activations stay near 1; drawn once, and used from a different place each time."""
+    config = config_json(size)
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = names.expected_shapes(Qwen2Config.from_json(config))
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        n_bytes = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "F16", "shape": list(shape), "data_offsets": [end, end + n_bytes]}
+        end += n_bytes
+    encoded = json.dumps(header).encode()
+    normal = np.random.default_rng(0).standard_normal((1 << 24) + 1039, dtype=np.float32)
+    scaled: dict[float, NDArray[np.float16]] = {}
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, shape in shapes.items():
+            mean, scale = _distribution(name, shape)
+            if mean:
+                file.write((mean + scale * normal[: shape[0]]).astype(np.float16).tobytes())
+                continue
+            block = scaled.setdefault(scale, (normal * np.float32(scale)).astype(np.float16))
+            left, at = int(np.prod(shape)), zlib.crc32(name.encode()) % (1 << 20)
+            while left:
+                part = block[at : at + left]
+                file.write(part.data)
+                left -= len(part)
+                at = 0
+
+
+def _distribution(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    role = names.parse(name)
+    assert role is not None
+    if role.field in ("embed", "lm_head"):
+        return 0.0, 2.0 / np.sqrt(shape[1])
+    if role.field.endswith("_w"):
+        return 0.0, 1.0 / np.sqrt(shape[1])
+    return (0.0, 0.3) if role.field.endswith("_b") else (1.0, 0.2)
+
+
+@dataclass
+class Deadline:
+    """Says whether a part still has time."""
+
+    seconds: float
+    began: float = field(default_factory=time.perf_counter)
+
+    @property
+    def over(self) -> bool:
+        """Whether it is time to stop."""
+        return time.perf_counter() - self.began > self.seconds
+
+
+def repeated(measure: Callable[[], float], *, times: int, deadline: Deadline) -> float:
+    """The median of some measurements; fewer where time is short, at least one."""
+    values = [measure()]
+    while len(values) < times and not deadline.over:
+        values.append(measure())
+    return statistics.median(values)
+
+
+def copy_bandwidth(device: Device) -> float:
+    """Bytes read and written a second by copies within device memory that no cache holds."""
+    size = min(4 << 30, device.info.max_allocation, device.memory().free // 3) // 256 * 256
+    source, target = (device.create_buffer(size, "device", "copy") for _ in range(2))
+    device.upload(source[: 64 << 20], np.random.default_rng(1).bytes(64 << 20))
+    recording = device.create_recording("copy")
+    recording.timestamp("begin")
+    recording.copy(source, target)
+    recording.barrier()
+    recording.timestamp("end")
+    recording.finish()
+    seconds = []
+    for _ in range(5):
+        device.wait(device.submit(recording))
+        seconds.append(device.timestamps(recording)[1][1])
+    for held in (recording, source, target):
+        held.release()
+    return 2 * size / statistics.median(seconds)
+
+
+# --- correctness ------------------------------------------------------------------------------------------------------
+
+
+def parity(model: QwenModel, folder: Path, n_tokens: int) -> dict[str, Any]:
+    """Greedy tokens of the GPU, checked one by one against one pass of the reference over them; and all logits."""
+    prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, 16)
+    cache = model.make_cache(len(prompt) + n_tokens)
+    model.extend(prompt[:-1], cache)
+    chosen = list(model.greedy(int(prompt[-1]), cache, limit=n_tokens))
+    ids = np.concatenate([prompt, chosen[:-1]])
+    found = model.forward(ids)
+    stepwise = model.forward(ids, last_only=True)
+    oracle = ReferenceModel(ModelWeights.open(folder), keep=False)
+    began = time.perf_counter()
+    expected = oracle.forward(ids)
+    seconds = time.perf_counter() - began
+    oracle.close()
+    own = expected[len(prompt) - 1 :]  # what each chosen token was chosen from
+    behind = own.max(axis=1) - own[np.arange(n_tokens), chosen]
+    scale = float(np.sqrt(np.mean(own**2)))
+    return {
+        "tokens": n_tokens,
+        "same": int((own.argmax(axis=1) == chosen).sum()),
+        "near_ties": int(((behind > 0) & (behind < 10 * PARITY_LIMIT * scale)).sum()),
+        "error": float(np.linalg.norm(found - expected) / np.linalg.norm(expected)),
+        "error_of_a_step": float(np.linalg.norm(stepwise[0] - expected[-1]) / np.linalg.norm(expected[-1])),
+        "distinct_tokens": len(set(chosen)),
+        "oracle_seconds": seconds,
+    }
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def fill_cache(model: QwenModel, n_tokens: int, room: int) -> KVCache:
+    """A cache that holds n_tokens of random keys and values."""
+    cache = model.make_cache(n_tokens + room)
+    cache.reserve(n_tokens + room)
+    block = np.random.default_rng(2).standard_normal(1 << 22, dtype=np.float32).astype(np.float16).view(np.uint8)
+    for layer in range(model.config.num_hidden_layers):
+        for half in (model.pool.keys(layer), model.pool.values(layer)):
+            for start in range(0, half.size, block.size):
+                stop = min(start + block.size, half.size)
+                model.device.upload(half[start:stop], block[: stop - start].data)
+    model.device.flush_uploads()
+    cache.ids += [1] * n_tokens
+    return cache
+
+
+def decode(model: QwenModel, context: int, deadline: Deadline) -> dict[str, float]:
+    """Seconds a token around a context, and what the host did of them."""
+    n, warm = 128, 16
+    cache = fill_cache(model, context, n + warm + 1)
+    waited = [0.0]
+    wait = model.device.wait
+
+    def timed_wait(*args: Any) -> None:
+        began = time.perf_counter()
+        wait(*args)
+        waited[0] += time.perf_counter() - began
+
+    def measure() -> tuple[float, float]:
+        cache.truncate(context)
+        tokens = model.greedy(7, cache, limit=n + warm)
+        for _ in range(warm):
+            next(tokens)
+        waited[0] = 0.0
+        began = time.perf_counter()
+        for _ in range(n):
+            next(tokens)
+        seconds = time.perf_counter() - began
+        return seconds / n, (seconds - waited[0]) / n
+
+    model.device.wait = timed_wait  # type: ignore[method-assign,assignment]
+    try:
+        runs = [measure()]
+        while len(runs) < 5 and not deadline.over:
+            runs.append(measure())
+    finally:
+        del model.device.wait
+    seconds, host = (statistics.median(run[i] for run in runs) for i in range(2))
+    return {"seconds": seconds, "host_seconds": host}
+
+
+def prefill(model: QwenModel, n_tokens: int, deadline: Deadline) -> float:
+    """Tokens a second of a prompt, its last logits included."""
+    ids = np.random.default_rng(3).integers(0, model.config.vocab_size, n_tokens)
+
+    def measure() -> float:
+        cache = model.make_cache(n_tokens + 1)
+        began = time.perf_counter()
+        model.forward(ids, cache, last_only=True)
+        return n_tokens / (time.perf_counter() - began)
+
+    measure()
+    return repeated(measure, times=3, deadline=deadline)
+
+
+def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
+    """One decode step op by op: median seconds over some steps, summed over the layers."""
+    cache = fill_cache(model, context, 2)
+    steps = [model.step_times(cache) for _ in range(9)]
+    total: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for entries in zip(*steps, strict=True):
+        op = entries[0][0].rpartition(".")[2]
+        total[op] += statistics.median(seconds for _, seconds in entries)
+        count[op] += 1
+    return [{"op": op, "count": count[op], "seconds": seconds} for op, seconds in total.items()]
+
+
+def op_bytes(config: Qwen2Config) -> dict[str, int]:
+    """Bytes of weights that an op of one layer reads, where it reads any."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "qkv": 2 * hidden * (config.q_size + 2 * config.kv_size),
+        "o": 2 * hidden * config.q_size,
+        "swiglu": 4 * hidden * inner,
+        "down": 2 * hidden * inner,
+        "logits": 2 * hidden * config.vocab_size,
+    }
+
+
+def bytes_a_token(config: Qwen2Config, context: int) -> int:
+    """Bytes that a decode step must read: every matrix once, and the keys and values."""
+    each = op_bytes(config)
+    layer = sum(n for op, n in each.items() if op != "logits")
+    return config.num_hidden_layers * (layer + 4 * config.kv_size * context) + each["logits"]
+
+
+# --- one size ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def loaded(folder: Path, device: Device, kv_dtype: Any) -> Iterator[tuple[QwenModel, float]]:
+    """A model on the device, and the bytes a second of its load."""
+    with ModelWeights.open(folder) as weights:
+        began = time.perf_counter()
+        model = QwenModel.load(weights, device, kv_dtype=kv_dtype)
+        rate = weights.nbytes / (time.perf_counter() - began)
+    with model:
+        yield model, rate
+
+
+def run_size(size: str, device: Device, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything about one size."""
+    result: dict[str, Any] = {"size": size}
+    began = time.perf_counter()
+    write_checkpoint(folder, size)
+    result["write_seconds"] = time.perf_counter() - began
+    with loaded(folder, device, "f32") as (model, rate):
+        result["load_bytes_per_second"] = [rate]
+        result["parity"] = parity(model, folder, PARITY_TOKENS[size])
+        say(f"{size}: {result['parity']}")
+    with loaded(folder, device, "f16") as (model, rate):
+        result["load_bytes_per_second"].append(rate)
+        config = model.config
+        result["decode"] = {}
+        for context in options.contexts:
+            step = decode(model, context, Deadline(options.part_seconds))
+            step["bytes"] = bytes_a_token(config, context)
+            result["decode"][context] = step
+            say(
+                f"{size}: decode at {context}: {1 / step['seconds']:.1f} tok/s, "
+                f"host {step['host_seconds'] * 1e6:.0f} us, {step['bytes'] / step['seconds'] / 1e9:.0f} GB/s"
+            )
+        result["profile"] = {context: profile(model, context) for context in options.contexts[:2]}
+        result["profile_bytes"] = op_bytes(config)
+        result["prefill"] = {}
+        for n in options.prefills:
+            result["prefill"][n] = prefill(model, n, Deadline(options.part_seconds))
+            say(f"{size}: prefill of {n}: {result['prefill'][n]:.0f} tok/s")
+    return result
+
+
+def report(result: dict[str, Any], copy: float) -> str:
+    """A size's results for people."""
+    check = result["parity"]
+    agreement = (
+        f"{check['same']} of {check['tokens']} greedy tokens are the reference's "
+        f"({check['near_ties']} near-ties, {check['distinct_tokens']} distinct)"
+    )
+    errors = f"logits off by {check['error']:.1e}, a step's by {check['error_of_a_step']:.1e}"
+    lines = [
+        f"## {result['size']}",
+        f"parity: {agreement}; {errors} (relative L2; limit {PARITY_LIMIT:.0e})",
+        "load: " + ", ".join(f"{rate / 1e9:.1f} GB/s" for rate in result["load_bytes_per_second"]),
+    ]
+    for context, step in result["decode"].items():
+        rate = step["bytes"] / step["seconds"]
+        lines.append(
+            f"decode at {context:>6}: {1 / step['seconds']:8.1f} tok/s, {step['seconds'] * 1e6:7.0f} us a step, "
+            f"of it host {step['host_seconds'] * 1e6:4.0f} us; {rate / 1e9:6.0f} GB/s, {rate / copy:.0%} of a copy's"
+        )
+    lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
+    for context, ops in result["profile"].items():
+        lines.append(f"a step at {context}, by the device's clock ({sum(op['seconds'] for op in ops) * 1e6:.0f} us):")
+        for op in ops:
+            each = op["seconds"] / op["count"]
+            n_bytes = result["profile_bytes"].get(op["op"])
+            speed = f"{n_bytes / each / 1e9:6.0f} GB/s" if n_bytes else ""
+            lines.append(
+                f"  {op['op']:<12} {op['count']:>3} x {each * 1e6:7.2f} us = {op['seconds'] * 1e6:8.1f} us {speed}"
+            )
+    return "\n".join(lines)
+
+
+def say(text: str) -> None:
+    """Progress, to stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def main() -> int:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.5b,1.5b,7b")
+    parser.add_argument("--device", default="vulkan")
+    parser.add_argument("--peers", action="store_true", help="transformers in the same run")
+    parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
+    parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, help="where the checkpoints go; /dev/shm where there is one")
+    parser.add_argument("--part-seconds", type=float, default=10.0, help="time for the repeats of one measurement")
+    arguments = parser.parse_args()
+    base = arguments.folder or (Path("/dev/shm") if Path("/dev/shm").is_dir() else None)
+    results: dict[str, Any] = {"sizes": []}
+    device = gpu.open_device(arguments.device)
+    assert device is not None
+    with device:
+        results["device"] = f"{device.info.name}, {device.info.driver} {device.info.driver_version}"
+        results["copy_bytes_per_second"] = copy = copy_bandwidth(device)
+        print(f"{results['device']}: a copy moves {copy / 1e9:.0f} GB/s, read and written", flush=True)
+        for size in arguments.sizes.split(","):
+            folder = Path(tempfile.mkdtemp(prefix="xinfer-", dir=base))
+            try:
+                result = run_size(size, device, folder, arguments)
+            finally:
+                shutil.rmtree(folder)
+            results["sizes"].append(result)
+            print(report(result, copy), flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1))
+    if arguments.peers:
+        results["peers"] = {size: run_peer(size) for size in arguments.sizes.split(",")}
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1))
+    return 0
+
+
+def run_peer(size: str, seconds: float = 150) -> dict[str, Any]:
+    """Transformers on the same shape, in a process of its own."""
+    command = [sys.executable, str(Path(__file__).with_name("peer_transformers.py")), json.dumps(config_json(size))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"transformers {size}: not done after {seconds:.0f} s", flush=True)
+        return {}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        print(f"transformers {size}: failed: {done.stderr[-500:]}", flush=True)
+        return {}
+    found: dict[str, Any] = json.loads(lines[-1])
+    print(f"transformers {size}: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()) + " tok/s", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""GPUs: buffers, kernels and recordings, behind one interface for every graphics API.
+
+`open_device` takes a selector: "vulkan", "vulkan:1", "null", part of an adapter's name, or "auto".
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from xinfer.errors import DeviceError
+from xinfer.gpu import api, null, vulkan
+
+# By name, in the order in which "auto" and names of adapters look at them.
+BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan}
+BY_PREFERENCE: tuple[api.DeviceKind, ...] = ("discrete", "integrated", "virtual", "other")
+
+
+def list_devices() -> list[api.DeviceInfo]:
+    """Every adapter of every backend; [] where there is none."""
+    devices: list[api.DeviceInfo] = []
+    for backend in BACKENDS.values():
+        try:
+            devices += backend.list_devices()
+        except DeviceError:
+            continue  # `diagnose` says why
+    return devices
+
+
+def diagnose() -> dict[str, list[str]]:
+    """Why each backend shows no GPU, and what to do; a backend that shows one is left out."""
+    reasons = {name: backend.diagnose() for name, backend in BACKENDS.items()}
+    return {name: lines for name, lines in reasons.items() if lines}
+
+
+def choose_device(selector: str) -> api.DeviceInfo | None:
+    """The adapter that `selector` means; None where "auto" finds no GPU, but at most a software driver.
+
+    Raises DeviceError where a selector other than "auto" fits no adapter.
+    """
+    wanted = selector.strip().lower()
+    name, _, number = wanted.partition(":")
+    if name in BACKENDS:
+        return _choose_from(name, number)
+    devices = list_devices()
+    if wanted == "auto":
+        devices = [device for device in devices if device.kind in BY_PREFERENCE]
+    else:
+        devices = [device for device in devices if wanted in device.name.lower()]
+        if not devices:
+            raise DeviceError(f"no device is called {selector!r}; {_what_there_is()}")
+    return best(devices)
+
+
+def best(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:
+    """The first of the kind that is liked most; None out of none."""
+    order = [*BY_PREFERENCE, "cpu"]
+    return min(devices, key=lambda device: order.index(device.kind), default=None)
+
+
+def open_device(selector: str, *, debug: bool = False) -> api.Device | None:
+    """Open the adapter that `selector` means; None where "auto" finds no GPU. `debug` needs the validation layers.
+
+    Raises DeviceError where there is no such adapter, or it cannot be opened.
+    """
+    if selector.strip().lower() == "null":
+        return null.NullDevice()
+    info = choose_device(selector)
+    if info is None:
+        return None
+    device: api.Device = BACKENDS[info.api].open_device(info.index, debug=debug)
+    return device
+
+
+def _choose_from(name: str, number: str) -> api.DeviceInfo:
+    try:
+        devices = BACKENDS[name].list_devices()
+    except DeviceError as error:
+        reasons = "; ".join(BACKENDS[name].diagnose())
+        raise DeviceError(f"{name} is not to be had: {reasons or error}") from error
+    if number and not number.isdigit():
+        raise DeviceError(f"{number!r} is no index; a device is selected as {name}, {name}:0, {name}:1, ...")
+    if number:
+        devices = [device for device in devices if device.index == int(number)]
+    chosen = best(devices)
+    if chosen is None:
+        raise DeviceError(f"there is no device {name}{':' if number else ''}{number}; {_what_there_is()}")
+    return chosen
+
+
+def _what_there_is() -> str:
+    names = [f"{device.api}:{device.index} ({device.name})" for device in list_devices()]
+    if names:
+        return f"there are: {', '.join(names)}"
+    reasons = [line for lines in diagnose().values() for line in lines]
+    return f"there is none: {'; '.join(reasons)}"

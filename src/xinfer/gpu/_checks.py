@@ -1,0 +1,86 @@
+"""What every backend checks before it records or makes anything, so that a mistake shows on all of them."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from xinfer.errors import DeviceError
+from xinfer.gpu.api import MAX_BUFFERS, MAX_CONSTANTS, BufferSlice, DeviceInfo, Groups, KernelCode
+
+
+def check_kernel(code: KernelCode, info: DeviceInfo) -> None:
+    """Raise where the device cannot run `code`."""
+    missing = sorted(code.needs - info.features)
+    if missing:
+        raise DeviceError(
+            f"kernel {code.id!r} needs {', '.join(missing)}, which {info.name} does not offer; use a plainer variant"
+        )
+    if not 1 <= code.n_buffers <= MAX_BUFFERS or not 0 <= code.n_constants <= MAX_CONSTANTS:
+        raise ValueError(
+            f"kernel {code.id!r} has {code.n_buffers} buffers and {code.n_constants} constants; "
+            f"1 to {MAX_BUFFERS} and at most {MAX_CONSTANTS} are allowed"
+        )
+    x, y, z = code.workgroup
+    if x * y * z > info.max_workgroup_invocations:
+        raise DeviceError(
+            f"kernel {code.id!r} has workgroups of {x * y * z} invocations, "
+            f"{info.name} allows {info.max_workgroup_invocations}; use a smaller variant"
+        )
+    size = code.subgroup_size
+    if size is None or size == info.subgroup_size_min == info.subgroup_size_max:
+        return
+    within = info.subgroup_size_min <= size <= info.subgroup_size_max
+    if not within or "subgroup_size_control" not in info.features:
+        raise DeviceError(
+            f"kernel {code.id!r} needs subgroups of {size}, {info.name} has {info.subgroup_size_min} to "
+            f"{info.subgroup_size_max}{'' if within else ' only'}; use another variant"
+        )
+
+
+def check_dispatch(
+    code: KernelCode, info: DeviceInfo, parts: Sequence[BufferSlice], constants: bytes | Sequence[int], groups: Groups
+) -> bytes:
+    """Raise ValueError where a dispatch does not fit its kernel or the device; the constants' bytes."""
+    if len(parts) != code.n_buffers:
+        raise ValueError(f"kernel {code.id!r} takes {code.n_buffers} buffers, not {len(parts)}")
+    packed = constants if isinstance(constants, bytes) else struct.pack(f"<{len(constants)}I", *constants)
+    if len(packed) != 4 * code.n_constants:
+        raise ValueError(f"kernel {code.id!r} takes {4 * code.n_constants} bytes of constants, not {len(packed)}")
+    if any(not 1 <= count <= most for count, most in zip(groups, info.max_groups, strict=True)):
+        raise ValueError(f"{groups} workgroups: {info.name} allows 1 to {info.max_groups}")
+    for part in parts:
+        if part.offset % info.storage_alignment or not 0 < part.size <= info.max_storage_range:
+            raise ValueError(
+                f"cannot bind {part.size} bytes from {part.offset} of {part.buffer.label!r}: "
+                f"the offset is a multiple of {info.storage_alignment}, the size 1 to {info.max_storage_range}"
+            )
+    return packed
+
+
+def check_copy(source: BufferSlice, target: BufferSlice) -> None:
+    """Raise ValueError where two slices cannot be copied."""
+    if source.size != target.size or source.size == 0:
+        raise ValueError(f"cannot copy {source.size} bytes into {target.size}: copies are of one size, at least 1 byte")
+    if source.buffer is target.buffer and abs(source.offset - target.offset) < source.size:
+        raise ValueError(f"source and target overlap in {source.buffer.label!r}")
+
+
+def check_fill(target: BufferSlice, value: int) -> None:
+    """Raise ValueError where a slice cannot be filled with a u32."""
+    if target.offset % 4 or target.size % 4 or target.size == 0:
+        raise ValueError(
+            f"cannot fill {target.size} bytes from {target.offset}: both are multiples of 4, and not 0 bytes"
+        )
+    if not 0 <= value < 1 << 32:
+        raise ValueError(f"{value} is no u32")
+
+
+def check_size(size: int, info: DeviceInfo, label: str) -> None:
+    """Raise where no buffer of this size can be made."""
+    if size < 1:
+        raise ValueError(f"buffer {label!r} of {size} bytes: at least 1 is needed")
+    if size > info.max_allocation:
+        raise DeviceError(
+            f"buffer {label!r} of {size} bytes: {info.name} allows {info.max_allocation} in one piece; slice it"
+        )

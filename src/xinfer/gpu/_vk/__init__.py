@@ -1,0 +1,1 @@
+"""The parts of the Vulkan backend; `xinfer.gpu.vulkan` puts them together."""

@@ -1,0 +1,274 @@
+"""Device memory: which type serves a kind of buffer, whether there is enough of it, and the buffers themselves."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from ctypes import byref, c_void_p, pointer
+from typing import TYPE_CHECKING, Any
+
+from xinfer.errors import DeviceError, OutOfMemoryError
+from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._vk.adapter import MemoryType
+from xinfer.gpu._vk.core import Core, Handle, u32
+from xinfer.gpu.api import BufferKind, BufferSlice, Bytes, MemoryStatus
+from xinfer.gpu.native import chain, memory_at
+
+if TYPE_CHECKING:
+    from xinfer.gpu._vk.recording import Segment
+
+LOCAL = vk.VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT
+VISIBLE = vk.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
+COHERENT = vk.VK_MEMORY_PROPERTY_HOST_COHERENT_BIT
+CACHED = vk.VK_MEMORY_PROPERTY_HOST_CACHED_BIT
+PLAIN = LOCAL | VISIBLE | COHERENT | CACHED  # types with other flags have strings attached
+
+# Flags that a kind must have, and then its wishes: each (flags, wanted or not), the most important first.
+REQUIRED: dict[BufferKind, int] = {"device": 0, "upload": VISIBLE | COHERENT, "readback": VISIBLE | COHERENT}
+WISHES: dict[BufferKind, tuple[tuple[int, bool], ...]] = {
+    "device": ((LOCAL, True), (VISIBLE, False)),
+    "upload": ((LOCAL, False), (CACHED, False)),
+    "readback": ((CACHED, True), (LOCAL, False)),
+}
+DIRECT_WISHES = ((LOCAL, True), (VISIBLE | COHERENT, True), (CACHED, True))
+
+USAGE = (
+    vk.VK_BUFFER_USAGE_STORAGE_BUFFER_BIT
+    | vk.VK_BUFFER_USAGE_TRANSFER_SRC_BIT
+    | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT
+    | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
+)
+ROUND = 16  # native sizes, so that a shader may load the last bytes as a uint4
+
+
+def format_bytes(count: int) -> str:
+    """A size for people."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << shift:
+            return f"{count / (1 << shift):.1f} {unit}"
+    return f"{count} bytes"
+
+
+class Allocator:
+    """Allocates, after a look at what is free."""
+
+    def __init__(self, core: Core, *, direct: bool) -> None:
+        self.core = core
+        self.direct = direct  # the host writes device memory in place: integrated and software devices
+        self._ours = [0] * len(core.adapter.heaps)
+        self._lock = threading.Lock()
+
+    def status(self, heap: int | None = None) -> MemoryStatus:
+        """How full a heap is; the largest of the device's own where none is named."""
+        heaps = self.core.adapter.heaps
+        if heap is None:
+            heap = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
+        budgets = self.core.adapter.budgets()
+        with self._lock:
+            ours = self._ours[heap]
+        if budgets is None:
+            return MemoryStatus(budget=heaps[heap].size, used=ours, ours=ours)
+        budget, used = budgets[heap]
+        return MemoryStatus(budget=budget, used=used, ours=ours)
+
+    def choose(self, kind: BufferKind, type_bits: int) -> MemoryType:
+        """The best memory type for `kind` among those that a buffer allows."""
+        types = self.core.adapter.types
+        allowed = [t for t in types if type_bits >> t.index & 1 and t.flags & REQUIRED[kind] == REQUIRED[kind]]
+        allowed = [t for t in allowed if not t.flags & ~PLAIN] or allowed
+        if not allowed:
+            raise DeviceError(f"the driver offers no memory type for {kind} buffers")
+        wishes = DIRECT_WISHES if kind == "device" and self.direct else WISHES[kind]
+        sizes = self.core.adapter.heaps
+        return max(
+            allowed,
+            key=lambda t: (
+                *[(t.flags & flags == flags) == wanted for flags, wanted in wishes],
+                sizes[t.heap].size,
+                -t.index,
+            ),
+        )
+
+    def allocate(self, kind: BufferKind, buffer: Handle, label: str) -> tuple[Handle, MemoryType]:
+        """Memory of its own for a native buffer."""
+        dedicated = vk.VkMemoryDedicatedRequirements()
+        requirements = chain(vk.VkMemoryRequirements2(), dedicated)
+        query = vk.VkBufferMemoryRequirementsInfo2(buffer=buffer.value)
+        self.core.vk.vkGetBufferMemoryRequirements2(self.core.device, byref(query), byref(requirements))
+        size, type_bits = requirements.memoryRequirements.size, requirements.memoryRequirements.memoryTypeBits
+        memory_type = self.choose(kind, type_bits)
+        self._ensure_free(size, memory_type.heap, label)
+        info = vk.VkMemoryAllocateInfo(allocationSize=size, memoryTypeIndex=memory_type.index)
+        if dedicated.prefersDedicatedAllocation or dedicated.requiresDedicatedAllocation:
+            chain(info, vk.VkMemoryDedicatedAllocateInfo(buffer=buffer.value))
+        try:
+            memory = self.core.create("VkDeviceMemory", info, label, lambda: self._count(memory_type.heap, -size))
+        except OutOfMemoryError as error:
+            raise self._too_little(size, memory_type.heap, label) from error
+        self._count(memory_type.heap, size)
+        return memory, memory_type
+
+    def _count(self, heap: int, change: int) -> None:
+        with self._lock:
+            self._ours[heap] += change
+
+    def _ensure_free(self, size: int, heap: int, label: str) -> None:
+        if size > self.status(heap).free:
+            raise self._too_little(size, heap, label)
+
+    def _too_little(self, size: int, heap: int, label: str) -> OutOfMemoryError:
+        status = self.status(heap)
+        others = max(0, status.used - status.ours)
+        name, missing = self.core.adapter.info.name, max(0, size - status.free)
+        free, budget = format_bytes(status.free), format_bytes(status.budget)
+        return OutOfMemoryError(
+            f"{label or 'a buffer'} needs {format_bytes(size)} of {name}'s memory, but only {free} "
+            f"of {budget} are free ({format_bytes(status.ours)} are in use here, "
+            f"{format_bytes(others)} by others): {format_bytes(missing)} are missing; free them, or ask for less",
+            needed=size,
+            free=status.free,
+        )
+
+
+class VulkanBuffer:
+    """A VkBuffer with memory of its own; see `api.Buffer`."""
+
+    def __init__(self, owner: BufferOwner, size: int, kind: BufferKind, label: str) -> None:
+        self.owner = owner
+        self.size = size
+        self.kind: BufferKind = kind
+        self.label = label
+        self._users: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._users_lock = threading.Lock()  # one thread may upload while another records
+        self.released = False
+        self.mapped: memoryview | None = None
+        self.cached = False  # the host reads it at full speed
+        core = owner.core
+        info = vk.VkBufferCreateInfo(
+            size=-(-size // ROUND) * ROUND, usage=USAGE, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE
+        )
+        if len(owner.families) > 1:
+            info.sharingMode = vk.VK_SHARING_MODE_CONCURRENT
+            info.queueFamilyIndexCount = len(owner.families)
+            info.pQueueFamilyIndices = u32(*owner.families)
+        self.handle = core.create("VkBuffer", info, label)
+        self.memory: Handle | None = None
+        try:
+            self.memory, memory_type = owner.allocator.allocate(kind, self.handle, label)
+            core.check(
+                core.vk.vkBindBufferMemory(core.device, self.handle.value, self.memory.value, 0), "vkBindBufferMemory"
+            )
+            self._map(memory_type)
+        except BaseException:
+            core.destroy(self.handle)
+            if self.memory:
+                core.destroy(self.memory)
+            raise
+
+    def __getitem__(self, span: slice) -> BufferSlice:
+        """`buffer[start:stop]`, in bytes."""
+        return BufferSlice(self, 0, self.size)[span]
+
+    def users(self) -> list[Segment]:
+        """The recorded segments that touch it."""
+        with self._users_lock:
+            return list(self._users)
+
+    def add_user(self, segment: Segment) -> None:
+        """A segment touches it from now on."""
+        with self._users_lock:
+            self._users.add(segment)
+
+    def drop_user(self, segment: Segment) -> None:
+        """A segment was released."""
+        with self._users_lock:
+            self._users.discard(segment)
+
+    @property
+    def native(self) -> int:
+        """The VkBuffer. Raises DeviceError after release."""
+        self.ensure_alive()
+        return self.handle.value
+
+    def ensure_alive(self) -> None:
+        """Raise DeviceError after release."""
+        if self.released or not self.handle.value:
+            raise DeviceError(f"buffer {self.label!r} is released; it cannot be used any more")
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """The mapped bytes themselves. Whoever asks gives the view back before the buffer goes."""
+        if self.released or self.mapped is None:
+            state = "released" if self.released else "device memory, reached by upload and download"
+            raise DeviceError(f"buffer {self.label!r} is {state}: the host cannot touch it")
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise ValueError(f"bytes {offset} to {offset + size} do not lie within {self.label!r} of {self.size} bytes")
+        return self.mapped[offset : offset + size]
+
+    def write(self, data: Bytes, offset: int = 0) -> None:
+        """Write into a mapped buffer; the work submitted afterwards sees it."""
+        self._require_mapped_kind("write")
+        source = memoryview(data).cast("B")
+        with self.view(offset, len(source)) as target:
+            target[:] = source
+
+    def read(self, offset: int = 0, size: int | None = None) -> bytes:
+        """Read a mapped buffer; it holds what the work that has been waited for wrote."""
+        self._require_mapped_kind("read")
+        with self.view(offset, self.size - offset if size is None else size) as source:
+            return bytes(source)
+
+    def release(self) -> None:
+        """Give the memory back, after the work in flight that uses it; may be called twice."""
+        if self.released:
+            return
+        self.released = True
+        for segment in self.users():
+            segment.break_off(f"it uses buffer {self.label!r}, which is released")
+        if self.mapped is not None:
+            self.mapped.release()
+            self.mapped = None
+        assert self.memory
+        self.owner.retire(self.handle, self.memory)
+
+    def _map(self, memory_type: MemoryType) -> None:
+        wanted = self.kind != "device" or self.owner.allocator.direct
+        if not wanted or memory_type.flags & (VISIBLE | COHERENT) != VISIBLE | COHERENT:
+            return
+        assert self.memory
+        core, address = self.owner.core, c_void_p()
+        core.check(
+            core.vk.vkMapMemory(core.device, self.memory.value, 0, vk.VK_WHOLE_SIZE, 0, pointer(address)), "vkMapMemory"
+        )
+        assert address.value
+        self.mapped = memory_at(address.value, self.size)
+        self.cached = bool(memory_type.flags & CACHED)
+
+    def _require_mapped_kind(self, verb: str) -> None:
+        if self.kind == "device":
+            raise DeviceError(f"cannot {verb} device buffer {self.label!r} in place: use Device.upload and download")
+
+
+class BufferOwner:
+    """What buffers ask of their device."""
+
+    core: Core
+    allocator: Allocator
+    families: list[int]  # queue families that touch buffers
+
+    def retire(self, *handles: Handle) -> None:
+        """Destroy these once the work in flight has ended."""
+        raise NotImplementedError
+
+
+def as_slice(item: Any) -> BufferSlice:
+    """A whole buffer as a slice; a slice as it is. Raises TypeError for another backend's."""
+    part = item if isinstance(item, BufferSlice) else item[:]
+    if not isinstance(part.buffer, VulkanBuffer):
+        raise TypeError(f"expected a Vulkan buffer, got {type(part.buffer).__name__}")
+    return part
+
+
+def buffer_of(part: BufferSlice) -> VulkanBuffer:
+    """The Vulkan buffer under a slice that `as_slice` made."""
+    assert isinstance(part.buffer, VulkanBuffer)
+    return part.buffer

@@ -1,0 +1,290 @@
+"""The network as a sequence of ops: recorded for a number of rows, or run one by one with taps in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xinfer import ops
+from xinfer.gpu.api import Bindable, Buffer, BufferSlice, Device, Recording
+from xinfer.gpu_model.weights import DeviceLayer, DeviceWeights
+from xinfer.kv_cache import BlockPool
+from xinfer.model.config import Qwen2Config
+from xinfer.ops import CacheBlocks, KernelSet, Recorder, Rows
+
+Array = NDArray[np.float32]
+Tap = Callable[[str, Array], None]
+Named = tuple[str, Rows]  # a tap's name and the rows it shows
+
+
+class Workspace:
+    """The activations of up to `n_rows` rows, and their states: what a step reads and overwrites."""
+
+    def __init__(self, device: Device, config: Qwen2Config, n_rows: int, label: str) -> None:
+        self.n_rows = n_rows
+        self._widths = widths(config)
+        self._buffers: dict[str, Buffer] = {}
+        try:
+            for name, width in self._widths.items():
+                self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
+            size = ops.STATE_BYTES * n_rows
+            self._buffers["state"] = self.state = device.create_buffer(size, "device", f"{label} state")
+            self._buffers["staging"] = self.staging = device.create_buffer(size, "upload", f"{label} rows")
+        except BaseException:
+            self.release()
+            raise
+
+    def rows(self, name: str, n: int) -> Rows:
+        """`n` rows of an activation."""
+        return Rows.dense(self._buffers[name], n, self._widths[name])
+
+    def states(self, n: int) -> tuple[BufferSlice, BufferSlice]:
+        """Where the host writes the states of n rows, and where the ops read them."""
+        size = ops.STATE_BYTES * n
+        return self.staging[:size], self.state[:size]
+
+    def release(self) -> None:
+        """Give the memory back; may be called twice."""
+        for buffer in self._buffers.values():
+            buffer.release()
+
+
+def widths(config: Qwen2Config) -> dict[str, int]:
+    """Floats of a row of each activation."""
+    return {
+        "x": config.hidden_size,
+        "h": config.hidden_size,
+        "qkv": config.q_size + 2 * config.kv_size,
+        "attn": config.q_size,
+        "gate": config.intermediate_size,
+        "up": config.intermediate_size,
+    }
+
+
+def workspace_bytes(config: Qwen2Config, n_rows: int) -> int:
+    """Device memory of a workspace."""
+    return n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """What every pass binds: weights, cache and tables, as they are in one generation of the pool."""
+
+    device: Device
+    config: Qwen2Config
+    kernels: KernelSet
+    weights: DeviceWeights
+    pool: BlockPool
+    rope_table: Buffer  # float32 (positions, head_dim / 2, 2)
+    scratch: Buffer  # partial results of attention
+    counters: Buffer  # u32: splits of attention that are done, zero between steps
+    max_keys: int  # of one sequence
+
+    def cache(self, i: int) -> CacheBlocks:
+        """The blocks of layer i."""
+        return cache_blocks(self.pool, self.config, i)
+
+
+def cache_blocks(pool: BlockPool, config: Qwen2Config, i: int) -> CacheBlocks:
+    """Layer i's part of a pool, as the ops take it."""
+    a_value = pool.shape.token_bytes // config.kv_size
+    return CacheBlocks(
+        k=pool.keys(i),
+        v=pool.values(i),
+        table=pool.table,
+        table_stride=pool.table_stride,
+        n_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        format="f16" if a_value == 2 else "f32",
+    )
+
+
+class Pass:
+    """Records the network for `n` rows of a workspace, each op followed by a barrier.
+
+    One row runs the fused ops where the device has them. With `timed`, a timestamp follows every op.
+    """
+
+    tapped = False
+
+    def __init__(
+        self, network: Network, space: Workspace, n: int, recording: Recording, *, timed: bool = False
+    ) -> None:
+        self.network = network
+        self.config = network.config
+        self.on = Recorder(recording, network.kernels)
+        self.timed = timed
+        self.x, self.h = space.rows("x", n), space.rows("h", n)  # (n, hidden)
+        self.qkv = space.rows("qkv", n)  # (n, q_size + 2 * kv_size)
+        self.attn = space.rows("attn", n)  # (n, q_size)
+        self.gate, self.up = space.rows("gate", n), space.rows("up", n)  # (n, intermediate)
+        self.state = space.states(n)[1]
+        self._plan = ops.plan_attention(
+            self.on,
+            network.cache(0),
+            n_heads=self.config.num_attention_heads,
+            n_rows=n,
+            max_keys=network.max_keys,
+            one_pass=n == 1,
+        )
+
+    @property
+    def recording(self) -> Recording:
+        """What is being recorded into."""
+        return self.on.recording
+
+    def done(self, label: str, *named: Named) -> None:
+        """An op has been recorded: `named` is what it made."""
+        del named
+        self.recording.barrier()
+        if self.timed:
+            self.recording.timestamp(label)
+
+    def embed(self) -> None:
+        """The tokens' embeddings become x."""
+        ops.embed(self.on, self.state, self.network.weights.embed, self.x)
+        self.done("embed", ("embed", self.x))
+
+    def layer(self, i: int, *, cache_only: bool = False) -> None:
+        """Run layer i on x. `cache_only` stops once its keys and values are cached, for when x is not used any more."""
+        w = self.network.weights.layers[i]
+        self._append(i, w)
+        if not cache_only:
+            self._attend(i, w)
+            self._mlp(i, w)
+
+    def head(self, logits: Rows, *, first: int = 0) -> None:
+        """The logits of as many rows of x as `logits` has, from row `first` on."""
+        x, h = self.x.rows(first, logits.n), self.h.rows(first, logits.n)
+        weights, eps = self.network.weights, self.config.rms_norm_eps
+        if self._fuses(x, weights.head):
+            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits")
+        else:
+            ops.rms_norm(self.on, x, weights.norm, h, eps=eps, label="norm")
+            self.done("norm", ("norm", h))
+            ops.linear(self.on, h, weights.head, logits, label="logits")
+        self.done("logits", ("logits", logits))
+
+    def _append(self, i: int, w: DeviceLayer) -> None:
+        """q, k and v of x, turned, k and v into the cache."""
+        name, eps = f"layers.{i}", self.config.rms_norm_eps
+        q_size, kv_size = self.config.q_size, self.config.kv_size
+        qkv, qk = self.qkv, self.qkv.columns(0, q_size + kv_size)
+        q, k = qkv.columns(0, q_size), qkv.columns(q_size, kv_size)
+        v = qkv.columns(q_size + kv_size, kv_size)
+        if self._fuses(self.x, w.qkv):
+            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, bias=w.qkv_b, label=f"{name}.qkv")
+        else:
+            ops.rms_norm(self.on, self.x, w.input_ln, self.h, eps=eps, label=f"{name}.input_ln")
+            self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
+            ops.linear(self.on, self.h, w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
+        self.done(f"{name}.qkv", (f"{name}.q", q), (f"{name}.k", k), (f"{name}.v", v))
+        table, cache, dim = self.network.rope_table, self.network.cache(i), self.config.head_dim
+        if not self.tapped and ops.can_rope_append(self.on, cache):
+            ops.rope_append(self.on, self.state, table, q, k, v, cache, label=f"{name}.rope_append")
+        else:
+            ops.rope(self.on, self.state, table, qk, head_dim=dim, label=f"{name}.rope")  # q and k turn alike
+            self.done(f"{name}.rope", (f"{name}.q_rope", q), (f"{name}.k_rope", k))
+            ops.kv_append(self.on, self.state, k, v, cache, label=f"{name}.kv_append")
+        self.done(f"{name}.append")
+
+    def _attend(self, i: int, w: DeviceLayer) -> None:
+        """Add attention and its projection to x."""
+        name = f"layers.{i}"
+        ops.attention(
+            self.on,
+            self._plan,
+            self.state,
+            self.qkv.columns(0, self.config.q_size),
+            self.network.cache(i),
+            self.attn,
+            window=self.config.layer_windows[i],
+            scratch=self.network.scratch,
+            counters=self.network.counters,
+            label=f"{name}.attn",
+        )
+        self.done(f"{name}.attn", (f"{name}.attn", self.attn))
+        self._add_product(self.attn, w.o, f"{name}.o", f"{name}.attn_residual")
+
+    def _mlp(self, i: int, w: DeviceLayer) -> None:
+        """Add down(silu(gate) * up) to x."""
+        name, eps = f"layers.{i}", self.config.rms_norm_eps
+        if self._fuses(self.x, w.gate, swiglu=True):
+            norm = (w.post_ln, eps)
+            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up")
+        else:
+            ops.rms_norm(self.on, self.x, w.post_ln, self.h, eps=eps, label=f"{name}.post_ln")
+            self.done(f"{name}.post_ln", (f"{name}.post_ln", self.h))
+            ops.linear(self.on, self.h, w.gate, self.gate, label=f"{name}.gate")
+            ops.linear(self.on, self.h, w.up, self.up, label=f"{name}.up")
+            self.done(f"{name}.gate_up", (f"{name}.gate", self.gate), (f"{name}.up", self.up))
+            ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
+        self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
+        self._add_product(self.gate, w.down, f"{name}.down", name)
+
+    def _add_product(self, rows: Rows, w: ops.Matrix, product: str, total: str) -> None:
+        """Add rows @ w^T to x: in one op, or in two where the product itself is to be seen."""
+        if self.tapped:
+            ops.linear(self.on, rows, w, self.h, label=product)
+            self.done(product, (product, self.h))
+            ops.add(self.on, self.x, self.h, label=total)
+        else:
+            ops.linear(self.on, rows, w, self.x, accumulate=True, label=product)
+        self.done(product, (total, self.x))
+
+    def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
+        return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)
+
+
+class TappedPass(Pass):
+    """Runs every op by itself and shows what it made: slow, and the same numbers but for fused ops' rounding."""
+
+    tapped = True
+
+    def __init__(self, network: Network, space: Workspace, n: int, tap: Tap) -> None:
+        super().__init__(network, space, n, network.device.create_recording("tapped"))
+        self._tap = tap
+        self._states = space.states(n)
+
+    def load(self) -> None:
+        """Take the rows' states from the host."""
+        self.recording.barrier()
+        self.recording.copy(*self._states)
+        self.recording.barrier()
+
+    def done(self, label: str, *named: Named) -> None:
+        """Run what has been recorded, and show it."""
+        del label
+        self.run()
+        for name, rows in named:
+            self._tap(name, download_rows(self.network.device, rows))
+
+    def run(self) -> None:
+        """Run what has been recorded and begin again."""
+        device = self.network.device
+        self.recording.finish()
+        device.wait(device.submit(self.recording))
+        self.recording.release()
+        self.on = Recorder(device.create_recording("tapped"), self.network.kernels)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.recording.release()
+
+
+def download_rows(device: Device, rows: Rows) -> Array:
+    """(n, width): rows of activations as an array."""
+    end = rows.offset + (rows.n - 1) * rows.stride + rows.width
+    flat = np.frombuffer(device.download(_bytes_of(rows.place, 4 * rows.offset, 4 * end)), np.float32)
+    strides = (4 * rows.stride, 4)
+    return np.lib.stride_tricks.as_strided(flat, (rows.n, rows.width), strides, writeable=False).copy()
+
+
+def _bytes_of(place: Bindable, start: int, stop: int) -> BufferSlice:
+    return place[start:stop]

@@ -1,0 +1,327 @@
+"""`QwenModel`: what the engine runs on a device, and how a number that is none is traced to its op."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Generator
+from types import TracebackType
+from typing import Literal, NoReturn, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xinfer.errors import NumericalError, RequestError
+from xinfer.gpu.api import Device
+from xinfer.gpu_model.forward import Array, Tap
+from xinfer.gpu_model.greedy import Answer
+from xinfer.gpu_model.memory import MemoryPlan, cache_shape, max_rows
+from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
+from xinfer.gpu_model.weights import DeviceWeights, Progress, WeightsLayout
+from xinfer.kv_cache import KVCache
+from xinfer.model.config import Qwen2Config
+from xinfer.model.weights import ModelWeights
+from xinfer.ops import BAD_TOKEN
+
+KVType = Literal["f16", "f32"]
+
+FIRST_CHUNK = 8  # rows of the first chunk, which is timed
+CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Windows) to 10 s (Linux)
+
+
+class QwenModel:
+    """A model resident on a device, made by `load`. One thread runs it at a time, the others wait.
+
+    `forward` is the reference's: the same arguments, logits and taps. `extend` and `greedy` are the fast path.
+    """
+
+    def __init__(
+        self, device: Device, config: Qwen2Config, weights: DeviceWeights, plan: MemoryPlan, *, context: int
+    ) -> None:
+        self.config = config
+        self.device = device
+        self._weights = weights
+        self._steps = Steps(device, config, weights, plan, context=context)
+        self._lock = threading.RLock()
+        self._chunk = FIRST_CHUNK  # rows of the next chunk of a prompt
+        self._chunk_limit = plan.rows
+        self._owner: Answer | None = None  # whose state lies on the device
+        self.pool = self._steps.pool
+
+    @classmethod
+    def load(
+        cls,
+        weights: ModelWeights,
+        device: Device,
+        *,
+        kv_dtype: KVType = "f16",
+        context: int | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Upload every weight once. The checkpoint is not needed afterwards; closing it is left to the caller.
+
+        Args:
+            weights: an open checkpoint.
+            device: where to; it must live longer than the model.
+            kv_dtype: type of the KV cache.
+            context: tokens of one sequence that must fit beside the weights; None asks for a small cache, which grows
+                with the need.
+            progress: called with bytes read and bytes in all.
+
+        Raises:
+            OutOfMemoryError: the device has too little memory; nothing has been read. It says what is missing and
+                which context would fit.
+            WeightsError: the checkpoint cannot be read, or has values beyond the range of f16.
+        """
+        config, layout = weights.config, WeightsLayout(weights)
+        most = context or config.max_context
+        plan = MemoryPlan(config, layout, cache_shape(config, kv_dtype), max_rows(device.info, config, most))
+        plan.check(device, context)
+        loaded = DeviceWeights(device, weights, layout, progress)
+        try:
+            return cls(device, config, loaded, plan, context=most)
+        except BaseException:
+            loaded.release()
+            raise
+
+    def make_cache(self, capacity: int) -> KVCache:
+        """An empty cache for at most `capacity` tokens."""
+        return self.pool.make_cache(capacity)
+
+    def forward(
+        self, tokens: ArrayLike, cache: KVCache | None = None, *, last_only: bool = False, tap: Tap | None = None
+    ) -> Array:
+        """Logits after each token, (T, vocab), or after the last one, (1, vocab); as `ReferenceModel.forward`.
+
+        With a tap every op runs by itself and its result is read back: slow.
+
+        Raises:
+            RequestError: no tokens, or one outside the vocabulary. The cache is as before.
+            ContextLengthError: the cache has no room for them. It is as before.
+            NumericalError: the logits have a NaN or an infinity; layer and op are named. Not where a tap looks itself.
+        """
+        ids = self._checked(tokens)
+        with self._lock:
+            if cache is None:
+                cache = self.make_cache(len(ids))
+            start = cache.length
+            cache.reserve(start + len(ids))
+            try:
+                if tap is not None:
+                    return self._tapped(ids, cache, last_only=last_only, tap=tap)
+                if not last_only:
+                    return self._all_logits(ids, cache)
+                self._extend(ids[:-1], cache)
+                return self._last_logits(ids[-1], cache)
+            except BaseException:
+                cache.truncate(start)
+                raise
+
+    def extend(self, tokens: ArrayLike, cache: KVCache) -> None:
+        """Append tokens to the cache, without logits. Raises as `forward` does."""
+        ids = self._checked(tokens)
+        with self._lock:
+            start = cache.length
+            cache.reserve(start + len(ids))
+            try:
+                self._extend(ids, cache)
+            except BaseException:
+                cache.truncate(start)
+                raise
+
+    def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
+        """The likeliest next token after `token`, the one after that, and so on, `limit` of them.
+
+        `token`, and then each token but the last one yielded, is in the cache when a token is yielded. Steps are queued
+        ahead of the reading; when the iterator is dropped, what they left behind the cache's length is overwritten.
+
+        Args:
+            token: what stands behind the cache.
+            cache: what came before; it grows by a token a step.
+            limit: tokens at most.
+            n_valid: ids from here on are never chosen; None allows the whole vocabulary.
+
+        Raises:
+            NumericalError: a step made a NaN or an infinity; layer and op are named.
+        """
+        ids = self._checked([token])
+        answer = Answer(self, self._steps, ids[0], cache, limit=limit, n_valid=n_valid or self.config.vocab_size)
+        try:
+            for n in range(answer.limit):
+                with self._lock:
+                    chosen = answer.token(n)
+                    if chosen == BAD_TOKEN:
+                        self.trace([answer.fed(n)], cache)
+                    cache.ids.append(answer.fed(n))
+                yield chosen
+        finally:
+            answer.closed = True
+
+    def step_times(self, cache: KVCache, token: int = 0) -> list[tuple[str, float]]:
+        """(op, seconds) of one decode step behind what `cache` holds, by the device's clock. The cache stays."""
+        steps = self._steps
+        with self._lock:
+            cache.reserve(cache.length + 1)
+            self.claim(None)
+            recording = self.device.create_recording("timed step")
+            try:
+                recording.copy(*steps.one.states(1))
+                steps.record_step(recording, self.config.vocab_size, timed=True)
+                recording.finish()
+                steps.stage_one(token, cache, position=cache.length)
+                steps.wait(steps.submit(recording))
+                stamps = self.device.timestamps(recording)
+            finally:
+                recording.release()
+        return [(label, end - begin) for (_, begin), (label, end) in itertools.pairwise(stamps)]
+
+    def close(self) -> None:
+        """Give everything back to the device; may be called twice."""
+        with self._lock:
+            self._steps.close()
+            self._weights.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def claim(self, answer: Answer | None) -> bool:
+        """Make the state on the device `answer`'s own; whether it was another's, and must be loaded."""
+        if self._owner is answer and answer is not None:
+            return False
+        if self._owner is not None and not self._owner.closed:
+            self._owner.read_all()  # its steps in flight are read before the ring is written by others
+        self._owner = answer
+        return True
+
+    def trace(self, ids: list[int], cache: KVCache) -> NoReturn:
+        """Run `ids` behind `cache` again, look at every op, and raise NumericalError that names the first bad one.
+
+        What stands there first may be attention over keys and values that went bad long before: then the whole sequence
+        is run again.
+        """
+        where = self._first_bad(ids, cache)
+        if where is not None and where.endswith(".attn") and cache.length:
+            again = self.make_cache(cache.length + len(ids))
+            again.reserve(cache.length + len(ids))
+            where = self._first_bad([*cache.ids, *ids], again) or where
+        position = f"near position {cache.length + len(ids) - 1} (token {ids[-1]})"
+        if where is None:
+            raise NumericalError(
+                f"the logits {position} had a NaN or an infinity, but not when the step was run again: the device "
+                f"{self.device.info.name} or its driver computes unreliably; try again, or device='cpu'"
+            )
+        layer, _, op = where.rpartition(".")
+        place = f"op {op} of layer {layer.removeprefix('layers.')}" if layer else f"op {op}"
+        raise NumericalError(
+            f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; the weights may "
+            "be damaged, or the device computed wrongly: try device='cpu'"
+        )
+
+    def _extend(self, ids: list[int], cache: KVCache) -> None:
+        steps, begin = self._steps, 0
+        self._chunk_limit = steps.max_rows
+        while begin < len(ids):
+            chunk = ids[begin : begin + min(self._chunk, steps.max_rows)]
+            rows = steps.bucket(len(chunk))
+            recording = steps.prefill(rows, whole=False)
+            steps.stage_chunk(chunk, cache, rows=rows)
+            started = time.perf_counter()
+            steps.wait(steps.submit(recording))
+            self._adapt(rows, time.perf_counter() - started)
+            cache.ids += chunk
+            begin += len(chunk)
+
+    def _adapt(self, rows: int, seconds: float) -> None:
+        """Choose the rows of the next chunk by the time that a full one took.
+
+        A larger chunk takes at most in proportion, since the weights are read once in each. It may project to twice
+        CHUNK_SECONDS; what was too slow is not tried again in the same prompt.
+        """
+        if rows < self._chunk:
+            return
+        if seconds > CHUNK_SECONDS:
+            self._chunk_limit = rows - 1
+        most = min(self._chunk_limit, rows * 2 * CHUNK_SECONDS / seconds)
+        self._chunk = max((size for size in ROW_BUCKETS if size <= most), default=1)
+
+    def _last_logits(self, token: int, cache: KVCache) -> Array:
+        steps = self._steps
+        self.claim(None)
+        recording = steps.decode(self.config.vocab_size)
+        steps.stage_one(token, cache, position=cache.length)
+        steps.wait(steps.submit(recording, (LOAD, STEP, READ)))
+        logits = np.frombuffer(steps.logits_back.read(), np.float32)
+        if steps.chosen(0) == BAD_TOKEN:
+            self.trace([token], cache)
+        cache.ids.append(token)
+        return logits[np.newaxis]
+
+    def _all_logits(self, ids: list[int], cache: KVCache) -> Array:
+        """The slow way to every logit, (T, vocab): nothing of it is kept recorded but the layers."""
+        steps, vocab = self._steps, self.config.vocab_size
+        logits = np.empty((len(ids), vocab), np.float32)
+        for begin in range(0, len(ids), steps.max_rows):
+            chunk = ids[begin : begin + steps.max_rows]
+            rows = steps.bucket(len(chunk))
+            recording = steps.prefill(rows, whole=True)
+            steps.stage_chunk(chunk, cache, rows=rows)
+            steps.wait(steps.submit(recording))
+            found = logits[begin : begin + len(chunk)]
+            steps.head(found)
+            if not np.isfinite(found).all():
+                self.trace(chunk, cache)
+            cache.ids += chunk
+        return logits
+
+    def _tapped(self, ids: list[int], cache: KVCache, *, last_only: bool, tap: Tap) -> Array:
+        """One op at a time, all rows at once where they fit: taps come in chunks where not."""
+        steps = self._steps
+        logits = np.empty((len(ids), self.config.vocab_size), np.float32)
+        for begin in range(0, len(ids), steps.max_rows):
+            chunk = ids[begin : begin + steps.max_rows]
+            steps.stage_chunk(chunk, cache, rows=len(chunk))
+            made = steps.tapped(len(chunk), tap, last_only=last_only)
+            logits[begin + len(chunk) - len(made) : begin + len(chunk)] = made
+            cache.ids += chunk
+        return logits[-1:] if last_only else logits
+
+    def _first_bad(self, ids: list[int], cache: KVCache) -> str | None:
+        """The first tap with a NaN or an infinity. The cache's length stays."""
+        length = cache.length
+
+        def look(name: str, values: Array) -> None:
+            if not np.isfinite(values).all():
+                raise _FoundError(name)
+
+        try:
+            self._tapped(ids, cache, last_only=True, tap=look)
+        except _FoundError as found:
+            return str(found)
+        finally:
+            cache.truncate(length)
+        return None
+
+    def _checked(self, tokens: ArrayLike) -> list[int]:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or ids.size == 0:
+            raise RequestError(f"tokens of shape {ids.shape} were given: expected a flat list of at least one id")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise RequestError(f"tokens of type {ids.dtype} were given: expected integers")
+        wrong = (ids < 0) | (ids >= self.config.vocab_size)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise RequestError(
+                f"token {int(ids[at])} at place {at} is not in the vocabulary: expected 0 to "
+                f"{self.config.vocab_size - 1}; was the text encoded with another model's tokenizer?"
+            )
+        return [int(token) for token in ids]
+
+
+class _FoundError(Exception):
+    """A tap's values are not finite; its name."""

@@ -1,0 +1,291 @@
+"""Recordings of the network, made when first needed and replayed: the decode step, and chunks of a prompt.
+
+All of them belong to one generation of the cache's pool and are made again in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Literal
+
+import numpy as np
+
+from xinfer import ops
+from xinfer.gpu.api import Buffer, Device, Recording, Ticket
+from xinfer.gpu_model.forward import Array, Network, Pass, Tap, TappedPass, Workspace, cache_blocks, download_rows
+from xinfer.gpu_model.memory import MemoryPlan
+from xinfer.gpu_model.weights import DeviceWeights
+from xinfer.kv_cache import BlockPool, KVCache
+from xinfer.model.config import Qwen2Config
+from xinfer.model.reference import rope_tables
+from xinfer.ops import KernelSet, Recorder, Rows, RowState
+
+RING = 64  # tokens that the device remembers
+# Rows that recordings are made for; a chunk is padded to the next of them.
+ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
+HEAD_BYTES = 64 << 20  # logits of all rows are made in pieces of this size
+TIMEOUT_S = 60.0
+
+# Segments of the decode step: take the state from the host, run, copy the logits to where the host reads them.
+LOAD, STEP, READ = "load", "step", "read"
+
+
+class Steps:
+    """The recordings of one model, and every buffer that they use but the weights."""
+
+    def __init__(
+        self, device: Device, config: Qwen2Config, weights: DeviceWeights, plan: MemoryPlan, *, context: int
+    ) -> None:
+        self.device = device
+        self.config = config
+        self.context = context
+        self.max_rows = plan.rows
+        self._weights = weights
+        self._recordings: dict[tuple[str, int], Recording] = {}
+        self._generation = -1  # of the pool, which network and recordings belong to
+        self._network: Network | None = None
+        self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
+        with ExitStack() as held:
+            self.kernels = held.enter_context(KernelSet(device))
+            held.callback(self._forget)
+            self.pool = BlockPool(device, plan.shape, context=context)
+            held.callback(self.pool.release)
+            self.one = Workspace(device, config, 1, "decode")
+            held.callback(self.one.release)
+            self.many = Workspace(device, config, plan.rows, "prefill")
+            held.callback(self.many.release)
+
+            def buffer(size: int, kind: Literal["device", "readback"], label: str) -> Buffer:
+                made = device.create_buffer(size, kind, label)
+                held.callback(made.release)
+                return made
+
+            vocab = config.vocab_size
+            self.logits = Rows.dense(buffer(4 * vocab, "device", "logits"), 1, vocab)
+            self.logits_back = buffer(4 * vocab, "readback", "logits")
+            self.ring = buffer(4 * RING, "readback", "chosen tokens")
+            self._candidates = buffer(ops.argmax_scratch_bytes(1, vocab), "device", "argmax candidates")
+            self.network()
+            self._held = held.pop_all()
+
+    def close(self) -> None:
+        """Give everything back; may be called twice."""
+        self._held.close()
+
+    def network(self) -> Network:
+        """What passes bind now; made again when the pool has changed, and every recording is forgotten."""
+        if self._network is not None and self._generation == self.pool.generation:
+            return self._network
+        self._forget()
+        max_keys = min(self.pool.n_tokens, self.context)
+        scratch_bytes, counter_bytes = self._attention_bytes(max_keys)
+        with ExitStack() as made:
+            table = self._rope_table(max_keys)
+            made.callback(table.release)
+            scratch = self.device.create_buffer(scratch_bytes, "device", "attention splits")
+            made.callback(scratch.release)
+            counters = self.device.create_buffer(counter_bytes, "device", "attention counters")
+            made.callback(counters.release)
+            self.device.upload(counters[:], bytes(counter_bytes))
+            made.pop_all()
+        self._generation = self.pool.generation
+        self._network = Network(
+            device=self.device,
+            config=self.config,
+            kernels=self.kernels,
+            weights=self._weights,
+            pool=self.pool,
+            rope_table=table,
+            scratch=scratch,
+            counters=counters,
+            max_keys=max_keys,
+        )
+        return self._network
+
+    def decode(self, n_valid: int) -> Recording:
+        """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
+
+        def record(recording: Recording) -> None:
+            recording.segment(LOAD)
+            self._record_load(recording, self.one, 1)
+            recording.segment(STEP)
+            self.record_step(recording, n_valid)
+            recording.segment(READ)
+            recording.barrier()
+            recording.copy(self.logits.place, self.logits_back)
+
+        return self._kept(("decode", n_valid), record)
+
+    def record_step(self, recording: Recording, n_valid: int, *, timed: bool = False) -> None:
+        """One token through the network, and the choice of the next one."""
+        recording.barrier()
+        if timed:
+            recording.timestamp("begin")
+        step = Pass(self.network(), self.one, 1, recording, timed=timed)
+        step.embed()
+        for i in range(self.config.num_hidden_layers):
+            step.layer(i)
+        step.head(self.logits)
+        ops.argmax(
+            step.on,
+            self.logits,
+            step.state,
+            self.ring,
+            n_valid=n_valid,
+            ring_size=RING,
+            advance=True,
+            scratch=self._candidates,
+        )
+        step.done("argmax")
+
+    def prefill(self, n: int, *, whole: bool) -> Recording:
+        """Chunks of n rows into the cache; `whole` runs the last layer to its end, so that x is the network's."""
+
+        def record(recording: Recording) -> None:
+            self._record_load(recording, self.many, n)
+            chunk = Pass(self.network(), self.many, n, recording)
+            chunk.embed()
+            last = self.config.num_hidden_layers - 1
+            for i in range(last + 1):
+                chunk.layer(i, cache_only=i == last and not whole)
+
+        return self._kept(("whole" if whole else "prefill", n), record)
+
+    def bucket(self, n: int) -> int:
+        """The rows of the recording that takes n rows."""
+        return next((rows for rows in ROW_BUCKETS if n <= rows <= self.max_rows), n)
+
+    def stage_one(self, token: int, cache: KVCache, *, position: int, steps: int = 0) -> None:
+        """Write the state of a decode step, for the next LOAD. `steps` is the number of tokens chosen before."""
+        state = RowState(token=token, position=position, sequence=cache.sequence, steps=steps)
+        self._stage(self.one, state.pack())
+
+    def stage_chunk(self, tokens: Sequence[int], cache: KVCache, *, rows: int) -> None:
+        """Write the states of `tokens`, which stand behind `cache`, and padding up to `rows`, for the next chunk."""
+        words = ops.STATE_BYTES // 4
+        states = np.zeros((rows, words), np.uint32)
+        columns = {field.name: states[:, i] for i, field in enumerate(fields(RowState))}
+        n = len(tokens)
+        columns["token"][:n] = tokens
+        columns["position"][:n] = np.arange(cache.length, cache.length + n)
+        columns["position"][n:] = ops.UNUSED_POSITION
+        columns["sequence"][:n] = cache.sequence
+        self._stage(self.many, states.tobytes())
+
+    def _stage(self, space: Workspace, states: bytes) -> None:
+        if self._staging_used is not None:
+            self.wait(self._staging_used)
+        space.staging.write(states)
+
+    def submit(self, recording: Recording, segments: Sequence[str] | None = None) -> Ticket:
+        """Queue it. What loads states is remembered, so that staging is not written too early."""
+        ticket = self.device.submit(recording, segments)
+        if segments is None or LOAD in segments:
+            self._staging_used = ticket
+        return ticket
+
+    def wait(self, ticket: Ticket) -> None:
+        """Block until it has ended; Ctrl-C works."""
+        self.device.wait(ticket, TIMEOUT_S)
+
+    def chosen(self, n: int) -> int:
+        """The token that the step with `steps` = n has chosen, once it has been waited for."""
+        at = 4 * (n % RING)
+        return int.from_bytes(self.ring.read(at, 4), "little")
+
+    def head(self, logits: Array) -> None:
+        """Fill logits, (T, vocab), from the first T rows of x that a whole chunk left."""
+        vocab, limit = self.config.vocab_size, min(HEAD_BYTES, self.device.info.max_storage_range)
+        step = max(1, min(len(logits), limit // (4 * vocab)))
+        buffer = self.device.create_buffer(4 * vocab * step, "device", "logits of a chunk")
+        try:
+            for first in range(0, len(logits), step):
+                part = logits[first : first + step]
+                rows = Rows.dense(buffer, len(part), vocab)
+                self._run_head(rows, first, len(logits))
+                part[:] = download_rows(self.device, rows)
+        finally:
+            buffer.release()
+
+    def _run_head(self, logits: Rows, first: int, n: int) -> None:
+        recording = self.device.create_recording("head")
+        try:
+            recording.barrier()
+            Pass(self.network(), self.many, n, recording).head(logits, first=first)
+            recording.finish()
+            self.wait(self.device.submit(recording))
+        finally:
+            recording.release()
+
+    def tapped(self, n: int, tap: Tap, *, last_only: bool) -> Array:
+        """Run the n rows that have been staged op by op; logits of all of them, or of the last: (n or 1, vocab)."""
+        rows = 1 if last_only else n
+        made = np.empty((rows, self.config.vocab_size), np.float32)
+        buffer = self.device.create_buffer(made.nbytes, "device", "logits")
+        try:
+            with TappedPass(self.network(), self.many, n, tap) as chunk:
+                chunk.load()
+                chunk.embed()
+                for i in range(self.config.num_hidden_layers):
+                    chunk.layer(i)
+                logits = Rows.dense(buffer, rows, self.config.vocab_size)
+                chunk.head(logits, first=n - rows)
+            made[:] = download_rows(self.device, logits)
+        finally:
+            buffer.release()
+        return made
+
+    def _record_load(self, recording: Recording, space: Workspace, n: int) -> None:
+        recording.barrier()
+        recording.copy(*space.states(n))
+        recording.barrier()
+
+    def _kept(self, key: tuple[str, int], record: Callable[[Recording], None]) -> Recording:
+        self.network()  # may forget what was recorded
+        if key not in self._recordings:
+            recording = self.device.create_recording(f"{key[0]} {key[1]}")
+            try:
+                record(recording)
+                recording.finish()
+            except BaseException:
+                recording.release()
+                raise
+            self._recordings[key] = recording
+        return self._recordings[key]
+
+    def _forget(self) -> None:
+        for recording in self._recordings.values():
+            recording.release()
+        self._recordings.clear()
+        if self._network is not None:
+            for buffer in (self._network.rope_table, self._network.scratch, self._network.counters):
+                buffer.release()
+            self._network = None
+
+    def _rope_table(self, n_positions: int) -> Buffer:
+        """float32 (positions, head_dim / 2, 2): cos and sin."""
+        table = np.stack(rope_tables(self.config, np.arange(n_positions)), axis=-1)
+        buffer = self.device.create_buffer(table.nbytes, "device", "rotary table")
+        try:
+            self.device.upload(buffer[:], table.tobytes())
+        except BaseException:
+            buffer.release()
+            raise
+        return buffer
+
+    def _attention_bytes(self, max_keys: int) -> tuple[int, int]:
+        """What attention's splits, and the counters of those that are done, take in the worst of the recordings."""
+        recording = self.device.create_recording("plan")  # nothing is recorded: plans are asked for
+        try:
+            on = Recorder(recording, self.kernels)
+            cache = cache_blocks(self.pool, self.config, 0)
+            heads = self.config.num_attention_heads
+            plans = [
+                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, one_pass=n == 1)
+                for n in range(1, self.max_rows + 1)
+            ]
+        finally:
+            recording.release()
+        return max(4, *(plan.scratch_bytes for plan in plans)), max(4, *(plan.counter_bytes for plan in plans))

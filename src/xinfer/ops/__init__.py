@@ -1,0 +1,67 @@
+"""The network's operations on a GPU: each checks shapes, chooses a kernel variant and records its dispatches.
+
+One function an op, under the name of its reference in `xinfer.model.reference` where there is one. They record and do
+not run: what they are given must live until the recording has run. An op that reads what another wrote needs a
+`recording.barrier()` between them; dispatches within an op have theirs.
+"""
+
+from xinfer.ops._argmax import argmax, argmax_scratch_bytes
+from xinfer.ops._attention import AttentionPlan, attention, plan_attention
+from xinfer.ops._base import (
+    BAD_TOKEN,
+    FLAG_NOT_FINITE,
+    STATE_BYTES,
+    UNUSED_POSITION,
+    CacheBlocks,
+    Format,
+    KernelSet,
+    Matrix,
+    MatrixSlice,
+    Recorder,
+    Rows,
+    RowState,
+    row_stride,
+)
+from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
+from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
+from xinfer.ops._packed import PackedRows, can_pack, linear_packed, pack_rows, packed_bytes
+from xinfer.shaders.catalog import BLOCK_TOKENS
+
+__all__ = [
+    "BAD_TOKEN",
+    "BLOCK_TOKENS",
+    "FLAG_NOT_FINITE",
+    "STATE_BYTES",
+    "UNUSED_POSITION",
+    "AttentionPlan",
+    "CacheBlocks",
+    "Format",
+    "KernelSet",
+    "Matrix",
+    "MatrixSlice",
+    "PackedRows",
+    "Recorder",
+    "RowState",
+    "Rows",
+    "add",
+    "argmax",
+    "argmax_scratch_bytes",
+    "attention",
+    "can_fuse",
+    "can_pack",
+    "can_rope_append",
+    "embed",
+    "gate_up",
+    "kv_append",
+    "linear",
+    "linear_packed",
+    "norm_linear",
+    "pack_rows",
+    "packed_bytes",
+    "plan_attention",
+    "rms_norm",
+    "rope",
+    "rope_append",
+    "row_stride",
+    "swiglu",
+]

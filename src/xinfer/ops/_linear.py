@@ -1,0 +1,223 @@
+"""Matrix products with stored weights: y = x @ w^T, by GEMV for few rows of activations and by GEMM for many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xinfer.gpu.api import Bindable
+from xinfer.ops._base import Matrix, MatrixSlice, Recorder, Rows, ceil_div, expect, fold, span
+from xinfer.shaders.catalog import (
+    GEMV_FAST,
+    GEMV_PLAIN,
+    GemvShape,
+    Variant,
+    gemv_id,
+    variants,
+)
+
+GEMV_ROWS_MAX = 8  # rows of activations up to which the weights are read once by a GEMV
+FLAG_BIAS, FLAG_ACCUMULATE = 1, 2
+
+# A GPU is busy when some hundred thousand lanes have loads in flight (an H200: 132 multiprocessors of 2,048 lanes).
+BUSY_LANES = 100_000
+
+
+def linear(
+    on: Recorder,
+    x: Rows,
+    w: Matrix,
+    out: Rows,
+    *,
+    bias: Bindable | None = None,
+    accumulate: bool = False,
+    label: str,
+    variant: str | None = None,
+) -> None:
+    """`out = x @ w^T (+ bias) (+ out)`: x (T, columns), w (rows, columns), bias (rows,) float32, out (T, rows).
+
+    A dispatch for each slice of w. `accumulate` adds to what out holds: the residual.
+    """
+    _check(x, w, out, bias, label)
+    few = x.n <= GEMV_ROWS_MAX
+    candidates = gemv_candidates(w, x) if few else gemm_candidates(w, x.n)
+    chosen = on.choose(candidates, variant)
+    for part in w.slices:
+        constants = _constants(x, w, part, out, bias=bias is not None, accumulate=accumulate)
+        buffers = {"x": x.place, "w": part.place, "bias": x.place if bias is None else bias, "y": out.place}
+        if chosen.op == "linear_gemv":
+            grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
+            constants |= {"grid_x": grid_x, "eps": 0.0}
+            on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+        else:
+            tiles = (ceil_div(part.n_rows, chosen.define("TILE_N")), ceil_div(x.n, chosen.define("TILE_M")), 1)
+            on.dispatch(chosen, buffers, constants, tiles, label)
+
+
+def norm_linear(
+    on: Recorder,
+    x: Rows,
+    norm_weight: Bindable,
+    w: Matrix,
+    out: Rows,
+    *,
+    eps: float,
+    bias: Bindable | None = None,
+    label: str,
+    variant: str | None = None,
+) -> None:
+    """`out = rms_norm(x, norm_weight) @ w^T (+ bias)` in one dispatch a slice: x (1, columns), out (1, rows).
+
+    For one row of activations, where `can_fuse` says so; else rms_norm and linear.
+    """
+    _check(x, w, out, bias, label)
+    chosen = on.choose(gemv_candidates(w, x, norm=True), variant)
+    for part in w.slices:
+        constants = _constants(x, w, part, out, bias=bias is not None, accumulate=False)
+        grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
+        constants |= {"grid_x": grid_x, "eps": float(eps)}
+        buffers = {
+            "x": x.place,
+            "w": part.place,
+            "bias": x.place if bias is None else bias,
+            "y": out.place,
+            "norm_weight": norm_weight,
+        }
+        on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+
+
+def gate_up(
+    on: Recorder,
+    x: Rows,
+    gate: Matrix,
+    up: Matrix,
+    out: Rows,
+    *,
+    norm: tuple[Bindable, float] | None = None,
+    label: str,
+    variant: str | None = None,
+) -> None:
+    """`out = silu(x @ gate^T) * (x @ up^T)`, x normalized first where `norm` (weight, eps) is given.
+
+    x (1, columns), gate and up (rows, columns) sliced alike, out (1, rows). For one row of activations, where
+    `can_fuse` says so; else rms_norm, linear twice and swiglu.
+    """
+    _check(x, gate, out, None, label)
+    alike = [(part.first_row, part.n_rows) for part in gate.slices] == [(p.first_row, p.n_rows) for p in up.slices]
+    same = (gate.columns, gate.format, gate.row_stride) == (up.columns, up.format, up.row_stride)
+    expect(alike and same, f"{label}: gate and up must have one shape, format, stride and slicing")
+    chosen = on.choose(gemv_candidates(gate, x, norm=norm is not None, swiglu=True), variant)
+    for part, up_part in zip(gate.slices, up.slices, strict=True):
+        constants = _constants(x, gate, part, out, bias=False, accumulate=False)
+        grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
+        constants |= {"grid_x": grid_x, "eps": float(norm[1]) if norm else 0.0}
+        buffers = {"x": x.place, "w": part.place, "w2": up_part.place, "y": out.place}
+        if norm:
+            buffers["norm_weight"] = norm[0]
+        on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+
+
+def can_fuse(on: Recorder, x: Rows, w: Matrix, *, norm: bool = False, swiglu: bool = False) -> bool:
+    """Whether norm_linear (norm), or gate_up (swiglu, with or without norm), takes these."""
+    return any(on.kernels.usable(name) for name in gemv_candidates(w, x, norm=norm, swiglu=swiglu))
+
+
+def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = False) -> list[str]:
+    """Variants of a GEMV that fit the shapes, best first.
+
+    The rule: lanes enough to fill the GPU come first, so a matrix of few rows gives each row a whole workgroup; then
+    loads in flight, so that a lane of a matrix with short rows walks over several of them at once.
+    """
+    vector = all(n % 4 == 0 for n in (x.stride, x.offset)) and w.columns % w.values_per_load == 0
+    fitting = [
+        shape
+        for shape in GEMV_FAST
+        if vector and w.format != "f32" and x.n <= shape.t_max and (shape.norm, shape.swiglu) == (norm, swiglu)
+    ]
+    wanted_lanes, wanted_rows = gemv_layout(w.rows, w.columns // w.values_per_load, x.n, norm=norm, swiglu=swiglu)
+
+    def distance(shape: GemvShape) -> tuple[int, bool, int, int]:
+        return (
+            *(shape.t_max, not shape.wave),
+            *(abs(shape.set_lanes - wanted_lanes), abs(shape.rows_per_set - wanted_rows)),
+        )
+
+    plain = [] if norm or swiglu else [GEMV_PLAIN]
+    return [gemv_id(w.format, shape) for shape in (*sorted(fitting, key=distance), *plain)]
+
+
+def gemv_layout(rows: int, loads: int, x_rows: int, *, norm: bool = False, swiglu: bool = False) -> tuple[int, int]:
+    """(lanes of a set, rows a set walks over) for a matrix, or a pair, of `rows` rows of `loads` 16-byte loads."""
+    lanes = rows * 32 * (2 if swiglu else 1)  # with a row a set of 32
+    if lanes < BUSY_LANES and loads >= 4 * 32 and not norm and not swiglu:
+        return 128, 1
+    if x_rows > 1:
+        return 32, 2
+    for rows_per_set in (4, 2):
+        if lanes / rows_per_set >= BUSY_LANES and loads / 32 * rows_per_set <= 16:
+            return 32, rows_per_set
+    # The norm's weight is read beside x, from the first-level cache: rows that share both relieve it.
+    shares = norm and lanes >= BUSY_LANES
+    return 32, 2 if shares else 1
+
+
+def gemv_rows(variant: Variant) -> int:
+    """Rows of weights that one workgroup of a GEMV makes."""
+    return variant.workgroup[0] // variant.define("SET_LANES") * variant.define("ROWS_PER_SET")
+
+
+def gemv_trips(variant_id: str, *, columns: int) -> int:
+    """Loop iterations of one lane, every unrolled loop counted as if it were not; for waves of 4 lanes, the worst."""
+    variant = variants()[variant_id]
+    defines = dict(variant.defines)
+    values = 4 if defines["FORMAT"] == 0 else 8
+    sums = defines["T_MAX"] * (defines["ROWS_PER_SET"] * (1 + defines["SWIGLU"]) + defines["NORM"])
+    lanes, sets_a_lane = defines["SET_LANES"], 1
+    if defines["WAVE"]:
+        sets = defines["GROUP"] // defines["SET_LANES"]
+        sets_a_lane = max(sets // (defines["GROUP"] // 64), 1)  # of waves of 64 there are the fewest
+        lanes = 4
+    loops = ceil_div(ceil_div(columns, values), defines["LOADS"] * lanes)
+    parts = defines["GROUP"] // 4 if defines["WAVE"] else 8 * sums
+    return sets_a_lane * loops + parts + 2 * sums
+
+
+def gemm_candidates(w: Matrix, x_rows: int) -> list[str]:
+    """Variants of a GEMM, best first: tiles as large as still make enough workgroups."""
+    order = ["plain"]
+    if w.format != "f32":
+        for tile, size in (("tile64", 64), ("tile128", 128)):
+            if ceil_div(w.rows, size) * ceil_div(x_rows, size) >= (1 if size == 64 else 128) and x_rows > size // 2:
+                order.insert(0, tile)
+    return [f"linear_gemm.{w.format}.{tile}" for tile in order]
+
+
+def gemm_trips(variant_id: str, *, columns: int) -> int:
+    """Loop iterations of one lane."""
+    variant = variants()[variant_id]
+    defines = dict(variant.defines)
+    m, n, k, group = defines["TILE_M"], defines["TILE_N"], defines["TILE_K"], variant.workgroup[0]
+    loads = k // (4 if defines["FORMAT"] == 0 else 8)
+    a_tile = 1 + ceil_div(m * k, group) + ceil_div(n * loads, group) + k
+    return ceil_div(columns, k) * a_tile
+
+
+def _check(x: Rows, w: Matrix, out: Rows, bias: Bindable | None, label: str) -> None:
+    expect(x.width == w.columns, f"{label}: x is {x.width} wide, the matrix {w.columns}")
+    expect(out.width == w.rows and out.n == x.n, f"{label}: out is {out.n} x {out.width}, not {x.n} x {w.rows}")
+    expect(bias is None or bias.size >= 4 * w.rows, f"{label}: the bias is shorter than {w.rows} floats")
+
+
+def _constants(
+    x: Rows, w: Matrix, part: MatrixSlice, out: Rows, *, bias: bool, accumulate: bool
+) -> dict[str, int | float]:
+    target = replace(out, offset=out.offset + part.first_row, width=part.n_rows)
+    return {
+        "columns": w.columns,
+        "rows": part.n_rows,
+        "row_loads": w.row_loads,
+        "x_rows": x.n,
+        **span(x, "x"),
+        **span(target, "y"),
+        "bias_offset": part.first_row,
+        "flags": FLAG_BIAS * bias + FLAG_ACCUMULATE * accumulate,
+    }

@@ -1,0 +1,209 @@
+// Causal attention of many query rows over the paged cache: QUERIES rows of one head a workgroup, KEYS keys at a time.
+// head_dim: a multiple of 8 to DIM_MAX.
+//
+// Lanes lie in a grid of QUERIES / 4 by 16. A lane makes the scores of 4 queries for KEYS / 16 keys; then ROW_LANES lanes
+// weigh each row; then a lane adds up 4 queries' sums in DIM_MAX / 64 pieces of 4 dimensions. Rows of a tile may belong to
+// several sequences: they are passed one after the other, and a row's weights are 0 in the others' passes.
+#include "common.hlsli"
+#include "attention.hlsli"
+
+#define QUERIES 32
+#define GROUP 128
+#define COLUMNS 16
+#define KEYS_A_LANE (KEYS / COLUMNS)
+#define PIECES (DIM_MAX / 4 / COLUMNS)
+#define ROW_LANES (GROUP / QUERIES)
+
+READS(float, q, 0);
+READS(uint4, k_cache, 1);
+READS(uint4, v_cache, 2);
+READS(uint, block_table, 3);
+READS(uint, state, 4);
+WRITES(float, result, 5);
+
+groupshared float4 q_tile[QUERIES][DIM_MAX / 4 + 1];  // one more, so that rows begin in different banks
+groupshared float4 kv_tile[KEYS][DIM_MAX / 4 + 1];
+groupshared float4 weights[KEYS][QUERIES / 4];  // (key, query): scores, then weights
+groupshared uint positions[QUERIES];
+groupshared uint sequences[QUERIES];
+groupshared float row_parts[QUERIES][ROW_LANES];
+groupshared float corrections[QUERIES];
+
+void stage_rows(uint first_row, uint head, uint lane) {
+    if (lane < QUERIES) {
+        uint at = (first_row + lane) * STATE_WORDS;
+        bool real = first_row + lane < constants.n_rows;
+        positions[lane] = real ? state[at + STATE_POSITION] : UNUSED_ROW;
+        sequences[lane] = real ? state[at + STATE_SEQUENCE] : 0u;
+    }
+    uint fours = constants.head_dim / 4;
+    for (uint i = lane; i < QUERIES * fours; i += GROUP) {
+        uint row = first_row + i / fours;
+        float4 four = float4(0.0, 0.0, 0.0, 0.0);
+        if (row < constants.n_rows) {
+            uint at = constants.q_offset + row * constants.q_stride + head * constants.head_dim + i % fours * 4;
+            four = float4(q[at], q[at + 1], q[at + 2], q[at + 3]) * constants.scale;
+        }
+        q_tile[i / fours][i % fours] = four;
+    }
+}
+
+#define STAGE(CACHE)                                                                                             \
+    {                                                                                                            \
+        uint loads = constants.head_dim / VALUES_PER_LOAD;                                                       \
+        for (uint i = lane; i < KEYS * loads; i += GROUP) {                                                      \
+            uint key = tile + i / loads;                                                                         \
+            uint4 raw = uint4(0, 0, 0, 0);                                                                       \
+            if (key < range.end) {                                                                               \
+                uint block = block_table[table_at + key / BLOCK_TOKENS];                                         \
+                uint element = cache_element(block, kv_head, key, constants.n_kv_heads, constants.head_dim);     \
+                raw = CACHE[element / VALUES_PER_LOAD + i % loads];                                              \
+            }                                                                                                    \
+            float values[VALUES_PER_LOAD];                                                                       \
+            unpack_load(raw, values);                                                                            \
+            UNROLL for (uint j = 0; j < VALUES_PER_LOAD / 4; j++) {                                              \
+                kv_tile[i / loads][i % loads * (VALUES_PER_LOAD / 4) + j] =                                      \
+                    float4(values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);              \
+            }                                                                                                    \
+        }                                                                                                        \
+    }
+
+// Whether a row's sequence has come up in an earlier row; uniform over the workgroup.
+bool passed_before(uint row) {
+    for (uint earlier = 0; earlier < row; earlier++) {
+        if (positions[earlier] != UNUSED_ROW && sequences[earlier] == sequences[row]) return true;
+    }
+    return false;
+}
+
+// The keys of this split that any row of the sequence sees.
+KeyRange tile_keys(uint sequence, uint split) {
+    uint first = UNUSED_ROW, end = 0;
+    for (uint row = 0; row < QUERIES; row++) {
+        if (positions[row] != UNUSED_ROW && sequences[row] == sequence) {
+            first = min(first, first_key(positions[row], constants.window));
+            end = max(end, positions[row] + 1u);
+        }
+    }
+    uint a_split = split_size(end - first);
+    KeyRange range = { first + split * a_split, min(first + (split + 1u) * a_split, end) };
+    return range;
+}
+
+void score_tile(uint tile, uint sequence, uint lane) {
+    uint first_query = lane / COLUMNS * 4, fours = constants.head_dim / 4;
+    float scores[4][KEYS_A_LANE];
+    UNROLL for (uint i0 = 0; i0 < 4; i0++) {
+        UNROLL for (uint j0 = 0; j0 < KEYS_A_LANE; j0++) scores[i0][j0] = 0.0;
+    }
+    for (uint d = 0; d < fours; d++) {
+        float4 keys[KEYS_A_LANE];
+        UNROLL for (uint j1 = 0; j1 < KEYS_A_LANE; j1++) keys[j1] = kv_tile[lane % COLUMNS + j1 * COLUMNS][d];
+        UNROLL for (uint i1 = 0; i1 < 4; i1++) {
+            float4 query = q_tile[first_query + i1][d];
+            UNROLL for (uint j2 = 0; j2 < KEYS_A_LANE; j2++) scores[i1][j2] += dot(query, keys[j2]);
+        }
+    }
+    UNROLL for (uint i = 0; i < 4; i++) {
+        uint position = positions[first_query + i];
+        bool own = position != UNUSED_ROW && sequences[first_query + i] == sequence;
+        UNROLL for (uint j = 0; j < KEYS_A_LANE; j++) {
+            uint key = tile + lane % COLUMNS + j * COLUMNS;
+            bool seen = own && key <= position && key >= first_key(position, constants.window);
+            if (!seen) scores[i][j] = MINUS_INFINITY;
+        }
+    }
+    UNROLL for (uint j3 = 0; j3 < KEYS_A_LANE; j3++) {
+        weights[lane % COLUMNS + j3 * COLUMNS][lane / COLUMNS] =
+            float4(scores[0][j3], scores[1][j3], scores[2][j3], scores[3][j3]);
+    }
+}
+
+// A row's scores become weights; `total` is this lane's share of their sum. Before a row's first key its largest score is
+// minus infinity, which is no number to subtract. NaN goes on into the sum, whatever max makes of it.
+void weigh_row(uint lane, uint n_keys, inout float largest, inout float total) {
+    uint row = lane / ROW_LANES, part = lane % ROW_LANES;
+    float own = MINUS_INFINITY;
+    for (uint i = part; i < n_keys; i += ROW_LANES) own = max(own, weights[i][row / 4][row % 4]);
+    row_parts[row][part] = own;
+    GroupMemoryBarrierWithGroupSync();
+    float tile_largest = largest;
+    UNROLL for (uint j = 0; j < ROW_LANES; j++) tile_largest = max(tile_largest, row_parts[row][j]);
+    bool none = tile_largest == MINUS_INFINITY;
+    float correction = none ? 1.0 : exp(largest - tile_largest);
+    largest = tile_largest;
+    total *= correction;
+    for (uint k = part; k < n_keys; k += ROW_LANES) {
+        float score = weights[k][row / 4][row % 4];
+        float weight = none && asuint(score) == 0xff800000u ? 0.0 : exp(score - largest);
+        weights[k][row / 4][row % 4] = weight;
+        total += weight;
+    }
+    if (part == 0) corrections[row] = correction;
+}
+
+[numthreads(GROUP, 1, 1)]
+void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
+    uint split = group.x, head = group.y, first_row = group.z * QUERIES;
+    uint kv_head = head / (constants.n_heads / constants.n_kv_heads);
+    uint own_queries = lane / COLUMNS, column = lane % COLUMNS, fours = constants.head_dim / 4;
+    stage_rows(first_row, head, lane);
+    GroupMemoryBarrierWithGroupSync();
+
+    float4 sums[4][PIECES];
+    UNROLL for (uint i0 = 0; i0 < 4; i0++) {
+        UNROLL for (uint p0 = 0; p0 < PIECES; p0++) sums[i0][p0] = float4(0.0, 0.0, 0.0, 0.0);
+    }
+    float largest = MINUS_INFINITY, total = 0.0;  // of row lane / ROW_LANES
+    for (uint row = 0; row < QUERIES; row++) {
+        if (positions[row] == UNUSED_ROW || passed_before(row)) continue;
+        uint sequence = sequences[row];
+        uint table_at = sequence * constants.table_stride;
+        KeyRange range = tile_keys(sequence, split);
+        for (uint tile = range.begin; tile < range.end; tile += KEYS) {
+            uint n_keys = min(range.end - tile, KEYS);
+            STAGE(k_cache);
+            GroupMemoryBarrierWithGroupSync();
+            score_tile(tile, sequence, lane);
+            GroupMemoryBarrierWithGroupSync();
+            STAGE(v_cache);
+            weigh_row(lane, n_keys, largest, total);
+            GroupMemoryBarrierWithGroupSync();
+            UNROLL for (uint i1 = 0; i1 < 4; i1++) {
+                UNROLL for (uint p1 = 0; p1 < PIECES; p1++) sums[i1][p1] *= corrections[own_queries * 4 + i1];
+            }
+            for (uint key = 0; key < n_keys; key++) {
+                float4 weight = weights[key][own_queries];
+                UNROLL for (uint p2 = 0; p2 < PIECES; p2++) {
+                    float4 value = kv_tile[key][column + p2 * COLUMNS];
+                    UNROLL for (uint i2 = 0; i2 < 4; i2++) sums[i2][p2] += weight[i2] * value;
+                }
+            }
+            GroupMemoryBarrierWithGroupSync();  // before the next tile overwrites keys, values and weights
+        }
+    }
+
+    row_parts[lane / ROW_LANES][lane % ROW_LANES] = total;
+    if (lane % ROW_LANES == 0) corrections[lane / ROW_LANES] = largest;
+    GroupMemoryBarrierWithGroupSync();
+    bool whole = constants.n_splits == 1;
+    UNROLL for (uint i = 0; i < 4; i++) {
+        uint local = own_queries * 4 + i;
+        if (first_row + local < constants.n_rows) {
+            float all = 0.0;
+            UNROLL for (uint j = 0; j < ROW_LANES; j++) all += row_parts[local][j];
+            uint at = whole ? out_at(first_row + local, head) : partial_at(first_row + local, head, split);
+            float scale = !whole ? 1.0 : asuint(all) == 0u ? 0.0 : 1.0 / all;  // a row of padding has no key at all
+            UNROLL for (uint p = 0; p < PIECES; p++) {
+                uint four = column + p * COLUMNS;
+                if (four < fours) {
+                    UNROLL for (uint e = 0; e < 4; e++) result[at + four * 4 + e] = sums[i][p][e] * scale;
+                }
+            }
+            if (!whole && column == 0) {
+                result[at + constants.head_dim] = corrections[local];
+                result[at + constants.head_dim + 1] = all;
+            }
+        }
+    }
+}

@@ -1,0 +1,230 @@
+// y[t, r] = sum over k of x[t, k] * w[r, k] (+ bias[r]) (+ y[t, r]) for a few rows t of activations: reads w once.
+//
+// Sets of lanes walk over ROWS_PER_SET rows of w each, 16 bytes a lane and load, LOADS loads a row in flight before the
+// first is used. Variants:
+//   WAVE     a set is made of whole waves, whatever their size; else of SET_LANES lanes that meet in groupshared memory
+//   VECTOR_X x is read as float4 (strides, offsets and columns are multiples of VALUES_PER_LOAD); else float by float
+//   T_MAX    rows of activations at most
+//   NORM     x is normalized on the way: y = rms_norm(x, norm_weight) @ w^T; the row's scale is a factor of the sum
+//   SWIGLU   two matrices: y = silu(x @ w^T) * (x @ w2^T), without bias
+#include "common.hlsli"
+
+#define FLAG_BIAS 1u
+#define FLAG_ACCUMULATE 2u
+#define SETS (GROUP / SET_LANES)
+#define ROWS_PER_GROUP (SETS * ROWS_PER_SET)
+#if SWIGLU
+#define MATRICES 2
+#else
+#define MATRICES 1
+#endif
+#if NORM
+#define SUMS (MATRICES * ROWS_PER_SET + 1)  // the last one is x's sum of squares
+#else
+#define SUMS (MATRICES * ROWS_PER_SET)
+#endif
+#if VECTOR_X
+#define X_TYPE float4
+#else
+#define X_TYPE float
+#endif
+
+struct Constants {
+    uint columns;
+    uint rows;       // of w in this slice
+    uint row_loads;  // 16-byte loads a row of w, padding included (it holds zeros)
+    uint x_rows;     // T, 1 to T_MAX
+    uint x_stride;
+    uint x_offset;
+    uint y_stride;
+    uint y_offset;     // includes the slice's first row
+    uint bias_offset;  // likewise
+    uint flags;
+    uint grid_x;  // the grid is folded into two dimensions: one holds 65,535 groups at most
+    float eps;
+};
+
+READS(X_TYPE, x, 0);
+READS(uint4, w, 1);
+#if SWIGLU
+READS(uint4, w2, 2);
+#else
+READS(float, bias, 2);
+#endif
+WRITES(float, y, 3);
+#if NORM
+READS(X_TYPE, norm_weight, 4);
+#endif
+CONSTANTS(Constants, constants);
+
+// Partial sums of the lanes (or waves) of every set: (set, part, t, sum).
+#if WAVE
+#define PARTS_MAX (GROUP / 4 / SETS > 0 ? GROUP / 4 / SETS : 1)  // no wave has fewer than 4 lanes
+#else
+#define PARTS_MAX SET_LANES
+#endif
+#define SUMS_PER_PART (T_MAX * SUMS)
+groupshared float parts[SETS * PARTS_MAX * SUMS_PER_PART];
+
+// VALUES_PER_LOAD floats of a vector of activations, from float number `first` on; zero past `columns`.
+#if VECTOR_X
+#define READ_X(SOURCE, BASE, LOAD, VALUES)                              \
+    {                                                                   \
+        UNROLL for (uint q = 0; q < VALUES_PER_LOAD / 4; q++) {         \
+            float4 four = SOURCE[(BASE) / 4 + (LOAD) * (VALUES_PER_LOAD / 4) + q]; \
+            VALUES[4 * q] = four.x;                                     \
+            VALUES[4 * q + 1] = four.y;                                 \
+            VALUES[4 * q + 2] = four.z;                                 \
+            VALUES[4 * q + 3] = four.w;                                 \
+        }                                                               \
+    }
+#else
+#define READ_X(SOURCE, BASE, LOAD, VALUES)                                                    \
+    {                                                                                         \
+        UNROLL for (uint q = 0; q < VALUES_PER_LOAD; q++) {                                   \
+            uint column = (LOAD) * VALUES_PER_LOAD + q;                                       \
+            VALUES[q] = column < constants.columns ? SOURCE[(BASE) + column] : 0.0;           \
+        }                                                                                     \
+    }
+#endif
+
+uint4 read_w(uint matrix, uint at) {
+#if SWIGLU
+    return matrix == 0 ? w[at] : w2[at];
+#else
+    return w[at];
+#endif
+}
+
+// The sums of one lane over its share of the columns, for the ROWS_PER_SET rows from first_row on.
+void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SUMS]) {
+    uint loads = (constants.columns + VALUES_PER_LOAD - 1) / VALUES_PER_LOAD;
+    uint row_at[ROWS_PER_SET];
+    UNROLL for (uint i = 0; i < ROWS_PER_SET; i++) {
+        row_at[i] = min(first_row + i, constants.rows - 1) * constants.row_loads;
+    }
+    for (uint base = lane; base < loads; base += LOADS * lanes) {
+        uint4 raw[LOADS][MATRICES][ROWS_PER_SET];
+        UNROLL for (uint u = 0; u < LOADS; u++) {
+            uint load = base + u * lanes;
+            UNROLL for (uint m = 0; m < MATRICES; m++) {
+                UNROLL for (uint r = 0; r < ROWS_PER_SET; r++) {
+                    raw[u][m][r] = uint4(0, 0, 0, 0);
+                    if (load < loads) raw[u][m][r] = read_w(m, row_at[r] + load);
+                }
+            }
+        }
+        UNROLL for (uint v = 0; v < LOADS; v++) {
+            uint at = base + v * lanes;
+            if (at < loads) {
+                float weights[MATRICES * ROWS_PER_SET][VALUES_PER_LOAD];
+                UNROLL for (uint n = 0; n < MATRICES * ROWS_PER_SET; n++) {
+                    unpack_load(raw[v][n / ROWS_PER_SET][n % ROWS_PER_SET], weights[n]);
+                }
+#if NORM
+                float scale[VALUES_PER_LOAD];
+                READ_X(norm_weight, 0, at, scale);
+#endif
+                UNROLL for (uint t = 0; t < T_MAX; t++) {
+                    if (t < constants.x_rows) {
+                        float values[VALUES_PER_LOAD];
+                        READ_X(x, constants.x_offset + t * constants.x_stride, at, values);
+#if NORM
+                        UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) {
+                            sums[t][SUMS - 1] += values[j] * values[j];
+                            values[j] *= scale[j];
+                        }
+#endif
+                        UNROLL for (uint s = 0; s < MATRICES * ROWS_PER_SET; s++) {
+                            UNROLL for (uint k = 0; k < VALUES_PER_LOAD; k++) {
+                                sums[t][s] += values[k] * weights[s][k];
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+void clear(out float sums[T_MAX][SUMS]) {
+    UNROLL for (uint t = 0; t < T_MAX; t++) {
+        UNROLL for (uint s = 0; s < SUMS; s++) sums[t][s] = 0.0;
+    }
+}
+
+// The set's sum number `which` of row t, once the parts are there.
+float total_of(uint set, uint n_parts, uint t, uint which) {
+    float total = 0.0;
+    for (uint part = 0; part < n_parts; part++) {
+        total += parts[(set * PARTS_MAX + part) * SUMS_PER_PART + t * SUMS + which];
+    }
+    return total;
+}
+
+void finish(uint first_row, uint set, uint n_parts, uint t, uint r) {
+    uint row = first_row + r;
+    if (row >= constants.rows || t >= constants.x_rows) return;
+    float value = total_of(set, n_parts, t, r);
+#if NORM
+    float scale = 1.0 / sqrt(total_of(set, n_parts, t, SUMS - 1) / float(constants.columns) + constants.eps);
+    value *= scale;
+#endif
+#if SWIGLU
+    float up = total_of(set, n_parts, t, ROWS_PER_SET + r);
+#if NORM
+    up *= scale;
+#endif
+    value = silu(value) * up;
+#else
+    if ((constants.flags & FLAG_BIAS) != 0u) value += bias[constants.bias_offset + row];
+#endif
+    uint at = constants.y_offset + t * constants.y_stride + row;
+    if ((constants.flags & FLAG_ACCUMULATE) != 0u) value += y[at];
+    y[at] = value;
+}
+
+[numthreads(GROUP, 1, 1)]
+void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
+    uint group_row = (group.y * constants.grid_x + group.x) * ROWS_PER_GROUP;
+    if (group_row >= constants.rows) return;  // the folded grid's last line
+    float sums[T_MAX][SUMS];
+#if WAVE
+    // A set has waves_a_set waves; where there are fewer waves than sets, a wave takes one set after the other.
+    uint waves = wave_count(), wave = wave_index();
+    uint waves_a_set = max(waves / SETS, 1u);
+    uint n_parts = waves_a_set;
+    uint part = wave % waves_a_set;
+    for (uint set = wave / waves_a_set; set < SETS; set += max(waves / waves_a_set, 1u)) {
+        clear(sums);
+        lane_sums(group_row + set * ROWS_PER_SET, part * WaveGetLaneCount() + WaveGetLaneIndex(),
+                  waves_a_set * WaveGetLaneCount(), sums);
+        UNROLL for (uint t = 0; t < T_MAX; t++) {
+            UNROLL for (uint s = 0; s < SUMS; s++) {
+                float sum = WaveActiveSum(sums[t][s]);
+                if (WaveIsFirstLane()) parts[(set * PARTS_MAX + part) * SUMS_PER_PART + t * SUMS + s] = sum;
+            }
+        }
+    }
+#else
+    uint n_parts = 1;
+    uint set = lane / SET_LANES, part = lane % SET_LANES;
+    clear(sums);
+    lane_sums(group_row + set * ROWS_PER_SET, part, SET_LANES, sums);
+    uint own = (set * PARTS_MAX + part) * SUMS_PER_PART;
+    UNROLL for (uint t = 0; t < T_MAX; t++) {
+        UNROLL for (uint s = 0; s < SUMS; s++) parts[own + t * SUMS + s] = sums[t][s];
+    }
+    for (uint step = SET_LANES / 2; step > 0; step /= 2) {
+        GroupMemoryBarrierWithGroupSync();
+        if (part < step) {
+            for (uint i = 0; i < SUMS_PER_PART; i++) parts[own + i] += parts[own + step * SUMS_PER_PART + i];
+        }
+    }
+#endif
+    GroupMemoryBarrierWithGroupSync();
+    for (uint output = lane; output < T_MAX * ROWS_PER_GROUP; output += GROUP) {
+        uint of_set = output % ROWS_PER_GROUP / ROWS_PER_SET;
+        finish(group_row + of_set * ROWS_PER_SET, of_set, n_parts, output / ROWS_PER_GROUP, output % ROWS_PER_SET);
+    }
+}

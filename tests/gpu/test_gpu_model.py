@@ -1,0 +1,568 @@
+"""The model on a device beyond its numbers: loading, memory, queued steps, chunks, bad numbers, giving things back."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import ArrayLike, NDArray
+from safetensors.numpy import load_file, save_file
+from tests.conftest import CheckpointFactory
+from tools import build_shaders
+
+from xinfer.errors import ContextLengthError, NumericalError, OutOfMemoryError, RequestError, WeightsError
+from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
+from xinfer.gpu_model import QwenModel, memory
+from xinfer.gpu_model import model as model_module
+from xinfer.gpu_model.greedy import STEPS_AHEAD
+from xinfer.gpu_model.steps import READ, STEP
+from xinfer.gpu_model.weights import WeightsLayout
+from xinfer.model.names import global_tensor_name, layer_tensor_name
+from xinfer.model.reference import ReferenceModel, RoundTo
+from xinfer.model.synthetic import SyntheticSpec
+from xinfer.model.weights import ModelWeights
+from xinfer.ops import BAD_TOKEN
+
+Array = NDArray[np.float32]
+LIMIT = 1e-4
+PROMPT = [3, 141, 59, 26, 5, 35, 89, 79, 32]
+
+
+@pytest.fixture(autouse=True)
+def _shaders(device: Device) -> Iterator[None]:
+    """Compiled, and everything given back to the device."""
+    build_shaders.build()
+    before = device.live_objects()
+    yield
+    device.collect()  # type: ignore[attr-defined]
+    after = device.live_objects()
+    assert {name: n for name, n in after.items() if n > before.get(name, 0) and name not in STAGING} == {}
+
+
+# What the device makes when first needed and keeps: staging, its command buffers, shared layouts.
+STAGING = {"VkBuffer", "VkDeviceMemory", "VkCommandPool", "VkDescriptorSetLayout", "VkPipelineLayout"}
+
+
+@contextmanager
+def on(device: Device, folder: Path, **options: Any) -> Iterator[QwenModel]:
+    options = {"kv_dtype": "f32", **options}
+    with ModelWeights.open(folder) as weights, QwenModel.load(weights, device, **options) as model:
+        yield model
+
+
+def expected_logits(folder: Path, ids: ArrayLike, round_to: RoundTo | None = "float16") -> Array:
+    oracle = ReferenceModel(ModelWeights.open(folder), keep=True, round_to=round_to)
+    try:
+        return oracle.forward(ids)
+    finally:
+        oracle.close()
+
+
+def error_of(found: Array, expected: Array) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def continued(model: QwenModel, prompt: Sequence[int], n: int, *, capacity: int = 400) -> list[int]:
+    """The greedy continuation, one forward a token: the slow way, whose logits are compared with the reference's."""
+    cache = model.make_cache(capacity)
+    logits, chosen = model.forward(prompt, cache, last_only=True), []
+    for _ in range(n):
+        chosen.append(int(logits[0].argmax()))
+        logits = model.forward(chosen[-1:], cache, last_only=True)
+    return chosen
+
+
+def greedy(model: QwenModel, prompt: Sequence[int], n: int, *, capacity: int = 400) -> Iterator[int]:
+    cache = model.make_cache(capacity)
+    if len(prompt) > 1:
+        model.extend(prompt[:-1], cache)
+    return model.greedy(prompt[-1], cache, limit=n)
+
+
+def change(folder: Path, edit: Callable[[dict[str, NDArray[Any]]], None]) -> None:
+    """Edit the tensors of a checkpoint of one file."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    edit(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["f16", "bf16", "odd_sizes", "sharded"])
+def test_every_weight_lies_where_the_layout_says(
+    device: Device, checkpoint: CheckpointFactory, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit; rows are padded with zeros. Small pieces, so that tensors are read in parts."""
+    monkeypatch.setattr("xinfer.gpu_model.weights.CONVERT_BYTES", 1000)
+    with ModelWeights.open(checkpoint(case)) as weights:
+        layout = WeightsLayout(weights)
+        with QwenModel.load(weights, device) as model:
+            allocations = [layout.table, *([layout.head] if layout.head else []), *layout.layers]
+            buffers = model._weights._buffers
+            for allocation, buffer in zip(allocations, buffers, strict=True):
+                assert buffer.size == allocation.size
+                for place in allocation.places:
+                    stored = weights.read(place.name)
+                    dtype: Any = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}[place.format]
+                    found = np.frombuffer(device.download(buffer[place.offset : place.end]), dtype)
+                    rows = found.reshape(place.rows, place.stride // np.dtype(dtype).itemsize)
+                    expected = stored.reshape(place.rows, place.columns).astype(dtype)
+                    assert np.array_equal(rows[:, : place.columns], expected), place.name
+                    assert not rows[:, place.columns :].any(), place.name
+    names = {place.name for allocation in allocations for place in allocation.places}
+    assert names == set(weights.tensors)
+
+
+def test_a_tied_checkpoint_has_one_copy_of_its_embedding(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("tied")) as model:
+        assert model._weights.head is model._weights.embed
+    with on(device, checkpoint("untied")) as model:
+        assert model._weights.head is not model._weights.embed
+
+
+def test_layers_are_one_allocation_with_slices_at_aligned_places(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("odd_sizes")) as model:
+        for layer in model._weights.layers:
+            matrices = [part.place for m in (layer.qkv, layer.o, layer.gate, layer.up, layer.down) for part in m.slices]
+            places = [*matrices, layer.input_ln, layer.qkv_b, layer.post_ln]
+            assert len({place.buffer for place in places if not isinstance(place, str)}) == 1  # type: ignore[union-attr]
+            assert all(place.offset % 256 == 0 for place in places)  # type: ignore[union-attr]
+
+
+def test_matrices_larger_than_a_binding_are_sliced(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(SyntheticSpec(vocab_size=711, intermediate_size=500, hidden_size=64))
+    monkeypatch.setattr(device, "info", dataclasses.replace(device.info, max_storage_range=33_000))
+    with on(device, folder, context=128) as model:
+        weights = model._weights
+        assert len(weights.head.slices) == 3
+        assert len(weights.layers[0].gate.slices) == len(weights.layers[0].up.slices) == 2
+        for part in (*weights.head.slices, *weights.layers[0].gate.slices):
+            assert part.place.size <= 33_000
+            assert part.place.offset % 256 == 0  # type: ignore[union-attr]
+        ids = np.random.default_rng(0).integers(0, 711, 40)  # tokens from every slice
+        assert error_of(model.forward(ids), expected_logits(folder, ids)) < LIMIT
+        assert list(greedy(model, PROMPT, 20, capacity=100)) == continued(model, PROMPT, 20, capacity=100)
+
+
+def test_types_that_differ_within_a_product_are_kept_exact(device: Device, own_checkpoint: CheckpointFactory) -> None:
+    """q in bf16, k in f16, v in f32 and so on: the product is made from float32."""
+    folder = own_checkpoint("untied")
+
+    def edit(tensors: dict[str, NDArray[Any]]) -> None:
+        kinds = {"q_w": ml_dtypes.bfloat16, "k_w": np.float16, "gate_w": np.float16, "down_w": ml_dtypes.bfloat16}
+        for field, dtype in kinds.items():
+            name = layer_tensor_name(1, field)
+            tensors[name] = tensors[name].astype(dtype)
+        for field in ("embed", "lm_head"):
+            tensors[global_tensor_name(field)] = tensors[global_tensor_name(field)].astype(ml_dtypes.bfloat16)
+        for name, value in tensors.items():  # what is float32 still is made exact in f16
+            if value.dtype == np.float32 and value.ndim == 2:
+                tensors[name] = value.astype(np.float16).astype(np.float32)
+
+    change(folder, edit)
+    with on(device, folder) as model:
+        assert model._weights.layers[1].qkv.format == model._weights.layers[1].gate.format == "f32"
+        assert model._weights.layers[0].qkv.format == "f16"
+        assert model._weights.layers[1].down.format == model._weights.head.format == "bf16"
+        ids = np.random.default_rng(0).integers(0, 384, 40)
+        assert error_of(model.forward(ids), expected_logits(folder, ids, round_to=None)) < LIMIT
+        assert list(greedy(model, PROMPT, 20)) == continued(model, PROMPT, 20)
+
+
+def test_a_weight_beyond_f16_is_refused_by_name(device: Device, own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint("gqa")
+    name = layer_tensor_name(1, "down_w")
+    change(folder, lambda tensors: tensors[name].__setitem__((3, 4), 70000.0))
+    with pytest.raises(WeightsError, match=f"{name} holds 70000"), on(device, folder):
+        pass
+
+
+def test_progress_is_in_bytes_and_reaches_the_end(device: Device, checkpoint: CheckpointFactory) -> None:
+    seen: list[tuple[int, int]] = []
+    with ModelWeights.open(checkpoint("bf16")) as weights:
+        QwenModel.load(weights, device, progress=lambda done, total: seen.append((done, total))).close()
+        assert seen[-1] == (weights.nbytes, weights.nbytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_load_that_is_broken_off_gives_everything_back(
+    device: Device, checkpoint: CheckpointFactory, error: type[BaseException]
+) -> None:
+    def stop(done: int, total: int) -> None:
+        raise error
+
+    before = device.memory().ours
+    for _ in range(3):
+        with ModelWeights.open(checkpoint("sharded")) as weights, pytest.raises(error):
+            QwenModel.load(weights, device, progress=stop)
+    device.flush_uploads()
+    device.collect()  # type: ignore[attr-defined]
+    assert device.memory().ours <= before + (96 << 20)  # staging, which stays
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_is_said_before_anything_is_read(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = device.memory
+    spec = SyntheticSpec(max_position_embeddings=100_000)
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        plan = memory.MemoryPlan(
+            weights.config,
+            WeightsLayout(weights),
+            memory.cache_shape(weights.config, "f16"),
+            memory.max_rows(device.info, weights.config, 100_000),
+        )
+        free = plan.layout.nbytes + plan.workspace + plan.cache(20_000)
+        monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=free, ours=0))
+        monkeypatch.setattr(ModelWeights, "read_into", lambda *_: pytest.fail("read before asking for memory"))
+        with pytest.raises(OutOfMemoryError, match="a context of 20,000 tokens would fit") as caught:
+            QwenModel.load(weights, device, context=90_000)
+        assert caught.value.missing == plan.cache(90_000) - plan.cache(20_000)
+        assert "weights" in str(caught.value)
+        monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=2 * free - 1000, ours=0))
+        with pytest.raises(OutOfMemoryError, match="no context would fit"):
+            QwenModel.load(weights, device)
+    monkeypatch.undo()
+    assert device.memory == real
+
+
+def test_what_is_asked_for_covers_what_is_taken(device: Device, checkpoint: CheckpointFactory) -> None:
+    with ModelWeights.open(checkpoint("untied")) as weights:
+        plan = memory.MemoryPlan(
+            weights.config,
+            WeightsLayout(weights),
+            memory.cache_shape(weights.config, "f32"),
+            memory.max_rows(device.info, weights.config, 2048),
+        )
+        before = device.memory().ours
+        with QwenModel.load(weights, device, kv_dtype="f32", context=2048) as model:
+            cache = model.make_cache(2048)
+            model.extend(np.zeros(1500, np.int64), cache)
+            taken = device.memory().ours - before
+    assert plan.layout.nbytes < taken < plan.layout.nbytes + plan.workspace + plan.cache(2048)
+
+
+def test_the_cache_grows_with_the_sequence(device: Device, checkpoint: CheckpointFactory) -> None:
+    """Past 512 tokens the pool moves in the middle of an answer: recordings, tables and keys go with it."""
+    folder = checkpoint("gqa")
+    ids = np.random.default_rng(0).integers(0, 384, 505)
+    with on(device, folder) as model:
+        cache = model.make_cache(700)
+        model.extend(ids[:-1], cache)
+        assert model.pool.n_tokens == 512
+        chosen = list(model.greedy(int(ids[-1]), cache, limit=20))
+        assert model.pool.n_tokens == 2048
+        full = expected_logits(folder, [*ids, *chosen])
+        assert chosen == [int(row.argmax()) for row in full[504:-1]]
+
+
+# --- queued greedy steps ----------------------------------------------------------------------------------------------
+
+
+def test_greedy_gives_what_single_steps_give(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("bf16")) as model:
+        for prompt in (PROMPT, [7], list(range(100))):
+            assert list(greedy(model, prompt, 40)) == continued(model, prompt, 40)
+
+
+def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    with on(device, checkpoint("gqa")) as model:
+        submit, wait, download = device.submit, device.wait, device.download
+        list(greedy(model, PROMPT, 3))  # recordings are made
+
+        def noted_submit(recording: Recording, segments: Sequence[str] | None = None) -> Ticket:
+            events.append("step" if segments and STEP in segments else "other")
+            assert not segments or READ not in segments, "greedy steps read their logits back"
+            return submit(recording, segments)
+
+        def noted_wait(ticket: Ticket, timeout_s: float = 60.0) -> None:
+            events.append("wait")
+            wait(ticket, timeout_s)
+
+        def noted_download(source: Bindable, timeout_s: float = 60.0) -> bytes:
+            events.append("download")
+            return download(source, timeout_s)
+
+        cache = model.make_cache(50)
+        model.extend(PROMPT[:-1], cache)
+        monkeypatch.setattr(device, "submit", noted_submit)
+        monkeypatch.setattr(device, "wait", noted_wait)
+        monkeypatch.setattr(device, "download", noted_download)
+        assert len(list(model.greedy(PROMPT[-1], cache, limit=10))) == 10
+        monkeypatch.undo()
+    first_wait = events.index("wait", events.index("step"))
+    assert events[:first_wait].count("step") == STEPS_AHEAD >= 2
+    assert events.count("step") == 10  # never more than were asked for
+    assert "download" not in events
+
+
+def test_answers_take_turns_on_one_model(device: Device, checkpoint: CheckpointFactory) -> None:
+    prompts = [PROMPT, [7], [1, 2, 3], list(range(50, 90))]
+    with on(device, checkpoint("untied")) as model:
+        alone = [list(greedy(model, prompt, 25)) for prompt in prompts]
+        answers = [greedy(model, prompt, 25) for prompt in prompts]
+        together: list[list[int]] = [[] for _ in prompts]
+        for n, i in itertools.product(range(25), range(len(prompts))):
+            together[i].append(next(answers[i]))
+            if n % 7 == i:  # and whoever wants logits comes in between
+                model.forward([5, 6, 7], last_only=True)
+        assert together == alone
+
+
+def test_an_answer_may_be_dropped_and_the_cache_used_on(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("gqa")) as model:
+        expected = list(greedy(model, PROMPT, 30))
+        cache = model.make_cache(100)
+        model.extend(PROMPT[:-1], cache)
+        answer = model.greedy(PROMPT[-1], cache, limit=30)
+        taken = [next(answer) for _ in range(5)]
+        answer.close()
+        assert taken == expected[:5]
+        assert cache.ids == [*PROMPT, *expected[:4]]
+        assert list(model.greedy(taken[-1], cache, limit=25)) == expected[5:]
+        cache.truncate(len(PROMPT) - 1)
+        assert list(model.greedy(PROMPT[-1], cache, limit=30)) == expected
+
+
+def test_ids_past_the_limit_are_never_chosen(device: Device, own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint("untied")
+    head = global_tensor_name("lm_head")
+    change(folder, lambda tensors: tensors[head].__setitem__(slice(300, 384), 50 * tensors[head][300:384]))
+    with on(device, folder) as model:
+        assert max(greedy(model, PROMPT, 20)) >= 300
+        cache = model.make_cache(100)
+        model.extend(PROMPT[:-1], cache)
+        chosen = list(model.greedy(PROMPT[-1], cache, limit=20, n_valid=300))
+        logits = model.forward([*PROMPT, *chosen])
+        assert chosen == [int(row[:300].argmax()) for row in logits[len(PROMPT) - 1 : -1]]
+
+
+def test_an_answer_ends_where_the_cache_does(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("gqa")) as model:
+        assert len(list(greedy(model, PROMPT, 50, capacity=20))) == 20 - len(PROMPT) + 1
+
+
+# --- prompts in chunks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1, 7, 16, 40])
+def test_long_prompts_in_chunks(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(memory, "MOST_ROWS", most)
+    monkeypatch.setattr(memory, "MOST_ROWS_SMALL", most)
+    folder = checkpoint("sliding")
+    ids = np.random.default_rng(0).integers(0, 384, 100)
+    with on(device, folder) as model:
+        expected = expected_logits(folder, ids)
+        assert error_of(model.forward(ids), expected) < LIMIT
+        assert error_of(model.forward(ids, last_only=True), expected[-1:]) < LIMIT
+        names: list[str] = []
+        assert error_of(model.forward(ids, tap=lambda name, _: names.append(name)), expected) < LIMIT
+
+
+def test_chunks_grow_while_they_are_fast_and_shrink_when_they_are_slow(
+    device: Device, checkpoint: CheckpointFactory
+) -> None:
+    with on(device, checkpoint("gqa")) as model:
+
+        def sizes(seconds_of: Callable[[int], float], count: int = 8) -> list[int]:
+            model._chunk, model._chunk_limit, seen = model_module.FIRST_CHUNK, 1024, []
+            for _ in range(count):
+                seen.append(model._chunk)
+                model._adapt(model._chunk, seconds_of(model._chunk))
+            return seen
+
+        budget = model_module.CHUNK_SECONDS
+        assert sizes(lambda rows: 0.002)[:3] == [8, 1024, 1024]  # fast: straight to the largest
+        slow = sizes(lambda rows: 0.01 * rows)  # 100 rows a second
+        assert all(0.01 * rows <= 2 * budget for rows in slow)
+        assert 0.01 * slow[-1] <= budget
+        assert slow[-1] == slow[-2]  # settled
+        assert set(sizes(lambda rows: 10.0)[3:]) == {1}
+        model._chunk = 512
+        model._adapt(8, 0.3)  # the rest of a prompt says nothing about whole chunks
+        assert model._chunk == 512
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_cannot_be_met_change_nothing(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("gqa")) as model:
+        cache = model.make_cache(20)
+        model.extend(PROMPT, cache)
+        calls: tuple[Callable[[Any], Any], ...] = (
+            lambda ids: model.forward(ids, cache),
+            lambda ids: model.forward(ids, cache, last_only=True),
+            lambda ids: model.extend(ids, cache),
+        )
+        for call in calls:
+            with pytest.raises(ContextLengthError, match="12 tokens do not fit behind the 9"):
+                call(list(range(12)))
+            with pytest.raises(RequestError, match="token 384 at place 1"):
+                call([0, 384])
+            with pytest.raises(RequestError, match="at least one"):
+                call([])
+            with pytest.raises(RequestError, match="expected integers"):
+                call([0.5])
+            assert cache.ids == PROMPT
+        found = model.forward([1, 2], cache)
+        assert error_of(found, model.forward([*PROMPT, 1, 2])[-2:]) < LIMIT
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_an_interrupt_leaves_cache_and_model_usable(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    monkeypatch.setattr(memory, "MOST_ROWS_SMALL", 4)
+    monkeypatch.setattr(memory, "MOST_ROWS", 4)
+    with on(device, checkpoint("gqa")) as model:
+        expected = model.forward([*PROMPT, 1, 2], last_only=True)
+        answer = list(greedy(model, PROMPT, 20))
+        cache = model.make_cache(100)
+        model.extend(PROMPT[:2], cache)
+        wait, count = device.wait, itertools.count()
+
+        def interrupted(ticket: Ticket, timeout_s: float = 60.0) -> None:
+            if next(count) == at:
+                raise KeyboardInterrupt
+            wait(ticket, timeout_s)
+
+        for run in (
+            lambda: model.extend(PROMPT[2:], cache),
+            lambda: model.forward([*PROMPT[2:], 1, 2], cache, last_only=True),
+            lambda: model.forward(PROMPT[2:], cache),
+        ):
+            count = itertools.count()
+            with monkeypatch.context() as patch, suppress(KeyboardInterrupt):  # some have fewer waits than `at`
+                patch.setattr(device, "wait", interrupted)
+                run()
+            cache.truncate(2)
+        assert error_of(model.forward([*PROMPT[2:], 1, 2], cache, last_only=True), expected) < LIMIT
+        cache.truncate(len(PROMPT) - 1)
+        count = itertools.count()
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                list(model.greedy(PROMPT[-1], cache, limit=20))
+        cache.truncate(len(PROMPT) - 1)
+        assert list(model.greedy(PROMPT[-1], cache, limit=20)) == answer
+
+
+# --- NaN and infinity -------------------------------------------------------------------------------------------------
+
+
+FAULTS = (
+    *(("input_ln", "input_ln"), ("q_w", "q"), ("k_w", "k"), ("v_w", "v"), ("k_b", "k"), ("o_w", "o")),
+    *(("post_ln", "post_ln"), ("gate_w", "gate"), ("up_w", "up"), ("down_w", "down")),
+)
+
+
+@pytest.mark.parametrize(("field", "op"), FAULTS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_number_is_traced_to_layer_and_op(
+    device: Device, own_checkpoint: CheckpointFactory, field: str, op: str, value: float
+) -> None:
+    folder = own_checkpoint(SyntheticSpec(num_hidden_layers=3))
+    name = layer_tensor_name(1, field)
+    change(folder, lambda tensors: tensors[name].reshape(-1).__setitem__(5, value))
+    with on(device, folder) as model:
+        ways: tuple[Callable[[], Any], ...] = (
+            lambda: list(greedy(model, PROMPT, 5)),
+            lambda: model.forward(PROMPT, last_only=True),
+            lambda: model.forward(PROMPT),
+        )
+        for way in ways:
+            with pytest.raises(NumericalError, match=rf"op {op} of layer 1 \(layers\.1\.{op}\) made the first NaN"):
+                way()
+
+
+@pytest.mark.parametrize(("field", "op"), [("norm", "norm"), ("lm_head", "logits"), ("embed", "embed")])
+def test_a_bad_number_outside_the_layers(
+    device: Device, own_checkpoint: CheckpointFactory, field: str, op: str
+) -> None:
+    folder = own_checkpoint("untied")
+    change(folder, lambda tensors: tensors[global_tensor_name(field)].__setitem__(..., np.nan))
+    with on(device, folder) as model, pytest.raises(NumericalError, match=rf"op {op} \({op}\)"):
+        list(greedy(model, PROMPT, 5))
+
+
+def test_a_bad_number_that_came_with_an_earlier_token(device: Device, own_checkpoint: CheckpointFactory) -> None:
+    """The step's own op that goes wrong is attention, over what an earlier token has left in the cache."""
+    folder = own_checkpoint("untied")
+    change(folder, lambda tensors: tensors[global_tensor_name("embed")].__setitem__(7, np.inf))
+    with on(device, folder) as model:
+        cache = model.make_cache(100)
+        model.extend([1, 7, 2, 3, 4, 5], cache)
+        with pytest.raises(NumericalError, match=r"op embed \(embed\) made the first NaN"):
+            model.forward([6], cache, last_only=True)
+
+
+def test_a_bad_number_that_does_not_come_again(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with on(device, checkpoint("gqa")) as model:
+        expected = list(greedy(model, PROMPT, 9))
+        with monkeypatch.context() as patch:
+            patch.setattr(model._steps, "chosen", lambda n: BAD_TOKEN if n == 3 else expected[n])
+            answer = greedy(model, PROMPT, 9)
+            assert [next(answer) for _ in range(3)] == expected[:3]
+            with pytest.raises(NumericalError, match="not when the step was run again"):
+                next(answer)
+        assert list(greedy(model, PROMPT, 9)) == expected
+
+
+def test_taps_look_at_bad_numbers_without_an_error(device: Device, own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint("gqa")
+    change(folder, lambda tensors: tensors[layer_tensor_name(1, "up_w")].__setitem__((0, 0), np.nan))
+    bad: list[str] = []
+    with on(device, folder) as model:
+        model.forward(PROMPT, tap=lambda name, values: None if np.isfinite(values).all() else bad.append(name))
+    assert bad[0] == "layers.1.up"
+
+
+# --- the clock --------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_timed_op_by_op(device: Device, checkpoint: CheckpointFactory) -> None:
+    with on(device, checkpoint("gqa")) as model:
+        cache = model.make_cache(50)
+        model.extend(PROMPT, cache)
+        times = model.step_times(cache, 5)
+        assert cache.ids == PROMPT
+        names = [name for name, _ in times]
+        assert names[0] == "embed"
+        assert names[-1] == "argmax"
+        assert {name.rpartition(".")[0] for name in names[1:-2]} <= {"layers.0", "layers.1", ""}
+        assert all(seconds >= 0 for _, seconds in times)
+        assert error_of(model.forward([1], cache, last_only=True), model.forward([*PROMPT, 1], last_only=True)) < LIMIT
+
+
+def test_closing_twice_is_closing_once(device: Device, checkpoint: CheckpointFactory) -> None:
+    with ModelWeights.open(checkpoint("gqa")) as weights:
+        model = QwenModel.load(weights, device)
+    answer = greedy(model, PROMPT, 20)
+    next(answer)  # steps are in flight
+    model.close()
+    model.close()
+    device.flush_uploads()
+    device.download(device.create_buffer(16)[:])  # what was in flight has ended

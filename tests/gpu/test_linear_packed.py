@@ -1,0 +1,142 @@
+"""pack_rows and the matrix-core GEMM: on devices that have matrix cores, and everywhere with emulated fragments.
+
+The emulated form is the same source with the fragments replaced by plain code: it tests staging, the walk over tiles
+and fragments, scales, bias, residual and edges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tests.gpu.op_bench import Array, Bench, assert_close, random_weights, sum_tolerance
+from tools import build_shaders
+
+from xinfer import ops
+from xinfer.gpu.api import KernelCode
+from xinfer.model import reference
+from xinfer.shaders.catalog import Variant, variants
+
+COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
+# Both tile sizes, both forms, both formats; the largest needs more groupshared memory than lavapipe has.
+EMULATED = ("f16.coop64.split", "f16.coop128.half", "bf16.coop64.half")
+SHAPES = [(9, 1, 8), (64, 128, 32), (65, 129, 40), (130, 257, 264)]
+
+
+def unpacked(bench: Bench, packed: ops.PackedRows) -> tuple[Array, Array, Array]:
+    """Scales (padded,), high and low halves (padded, columns) of packed rows."""
+    scales = np.frombuffer(bench.device.download(packed.scales), np.float32)
+    halves = np.frombuffer(bench.device.download(packed.halves), np.float16).astype(np.float32)
+    high, low = halves.reshape(2, packed.padded, -1)
+    return scales, high, low
+
+
+def pack(bench: Bench, x: Array, *, variant: str | None = None) -> ops.PackedRows:
+    n, width = x.shape
+    out = bench.out(ops.packed_bytes(n, width) // 4)
+    packed = ops.PackedRows(out.place, n, width)
+    bench.run(ops.pack_rows, bench.put_rows(x, stride=width + 3, offset=1), packed, label="pack", variant=variant)
+    out.read()  # its guard bands
+    return packed
+
+
+@pytest.mark.parametrize("variant", ["pack_rows.plain", "pack_rows.wave"])
+@pytest.mark.parametrize(("n", "width"), [(1, 1), (3, 31), (129, 33), (2, 4097)])
+def test_pack_rows(bench: Bench, variant: str, n: int, width: int) -> None:
+    rng = np.random.default_rng(width)
+    x = rng.standard_normal((n, width), np.float32) * np.exp(rng.uniform(-40, 40, (n, 1))).astype(np.float32)
+    x[0, 0] = 3e38 if n > 1 else x[0, 0]
+    packed = pack(bench, x, variant=variant)
+    scales, high, low = unpacked(bench, packed)
+    assert (np.frexp(scales)[0] == 0.5).all(), "scales are powers of two"
+    largest = np.abs(x).max(axis=1) / scales[:n]
+    assert ((largest >= 2048) & (largest < 4096)).all()
+    # The high half is off by at most half of f16's step of 2 in 2,048 to 4,096, the low one by half of 2^-10.
+    assert_close((high + low)[:n, :width] * scales[:n, None], x, 2.0**-11 * scales[:n, None])
+    assert_close(high[:n, :width] * scales[:n, None], x, scales[:n, None])
+    for part in (high, low):
+        assert (part[n:] == 0).all()
+        assert (part[:, width:] == 0).all()
+
+
+def test_rows_of_zeros_and_the_smallest_numbers(bench: Bench) -> None:
+    x = np.array([[0, 0], [1e-38, -1e-38], [2.0**-126, 0]], np.float32)
+    scales, high, low = unpacked(bench, pack(bench, x))
+    assert np.isfinite(scales).all()
+    assert_close((high + low)[:3, :2] * scales[:3, None], x, 1e-42)
+
+
+def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1) -> None:
+    """One product with bias and residual, against the reference."""
+    n, rows, columns = shape
+    weight_format: ops.Format = "bf16" if ".bf16." in variant.id else "f16"
+    rng = np.random.default_rng(shape)
+    x = rng.standard_normal((n, columns), np.float32) * np.float32(1e5)  # beyond f16
+    w = random_weights(rng, (rows, columns), weight_format)
+    bias, before = rng.standard_normal(rows, np.float32), rng.standard_normal((n, rows), np.float32)
+    packed, out = pack(bench, x), bench.out(n, rows + 3, fill=np.pad(before, ((0, 0), (3, 0))))
+    exact = bool(variant.define("SPLIT"))
+    bench.run(
+        *(ops.linear_packed, packed, bench.put_matrix(w, weight_format, slices=slices), out.rows().columns(3, rows)),
+        bias=bench.put(bias),
+        accumulate=True,
+        exact=exact,
+        label="y",
+        variant=variant.id,
+    )
+    wide = w.astype(np.float32)
+    expected = reference.linear(x, wide, bias) + before
+    magnitude = np.abs(x) @ np.abs(wide).T + np.abs(bias) + np.abs(before)
+    # Packing keeps 22 bits (or 11) of a row's largest value.
+    step = np.abs(x).max(axis=1, keepdims=True) * (2.0**-22 if exact else 2.0**-11)
+    lost = step * np.sqrt((wide**2).sum(axis=1)) * 4  # roundings of random sign: four times their deviation at most
+    found = out.read()
+    assert_close(found[:, 3:], expected, (sum_tolerance(columns, magnitude) + lost).astype(np.float32))
+    assert (found[:, :3] == 0).all()
+
+
+def emulated(bench: Bench, variant: Variant) -> Variant:
+    """The variant with plain code for fragments, made known to the bench's kernels under its id."""
+    defines = tuple((name, {"EMULATE": 1, "WAVE": 0}.get(name, value)) for name, value in variant.defines)
+    plain = dataclasses.replace(variant, defines=defines)
+    if variant.id not in bench.kernels._kernels:
+        code = KernelCode(
+            id=variant.id,
+            spirv=build_shaders.compile_variant(plain),
+            n_buffers=plain.n_buffers,
+            n_constants=plain.n_constants,
+            workgroup=plain.workgroup,
+        )
+        bench.kernels._kernels[variant.id] = bench.device.create_kernel(code)
+    return plain
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_emulated(bench: Bench, name: str) -> None:
+    variant = variants()[f"linear_gemm.{name}"]
+    with ops.KernelSet(bench.device) as kernels:
+        own = dataclasses.replace(bench, kernels=kernels)
+        emulated(own, variant)
+        for shape in SHAPES:
+            multiply(own, variant, shape)
+        multiply(own, variant, (70, 200, 64), slices=3)
+        own.release()
+
+
+@pytest.mark.parametrize("variant", COOP, ids=lambda variant: variant.id)
+def test_on_matrix_cores(bench: Bench, variant: Variant) -> None:
+    if not bench.kernels.usable(variant.id):
+        pytest.skip(f"{bench.device.info.name} has no matrix cores that {variant.id} can use")
+    for shape in (*SHAPES, (512, 896, 4864)):
+        multiply(bench, variant, shape)
+    multiply(bench, variant, (70, 200, 64), slices=3)
+
+
+def test_can_pack_asks_the_device(bench: Bench) -> None:
+    w = bench.put_matrix(np.zeros((4, 8), np.float16), "f16")
+    recording = bench.device.create_recording("none")
+    on = ops.Recorder(recording, bench.kernels)
+    assert ops.can_pack(on, w, 512) == ("coop_matrix" in bench.device.info.features)
+    assert not ops.can_pack(on, w, 8)
+    recording.release()

@@ -1,0 +1,357 @@
+"""Finding devices, saying why there is none, and the pipeline cache on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Callable
+from ctypes import sizeof
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gpu import tiny_spirv
+
+from xinfer import gpu
+from xinfer.errors import DeviceError
+from xinfer.gpu import _probe, native, null, vulkan
+from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._vk import cache
+from xinfer.gpu._vk.instance import Instance
+from xinfer.gpu.api import Device, DeviceInfo, DeviceKind
+from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
+
+OpenVulkan = Callable[..., VulkanDevice]
+
+
+def test_what_a_device_says_of_itself(device: Device) -> None:
+    info = device.info
+    assert info.api == "vulkan"
+    assert info.name
+    assert info.driver
+    assert re.search(r"\d+\.\d+", info.driver_version)
+    assert info.kind in ("discrete", "integrated", "virtual", "cpu", "other")
+    assert tuple(map(int, info.api_version.split("."))) >= (1, 1)
+    assert info.heap_bytes >= 1 << 28
+    assert info.subgroup_size_min <= info.subgroup_size_default <= info.subgroup_size_max
+    assert info.max_workgroup_invocations >= 128
+    assert info.max_shared_bytes >= 16384
+    assert info.max_storage_range >= 1 << 27
+    assert info.storage_alignment in (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert all(count >= 65535 for count in info.max_groups)
+    assert "subgroup_basic" in info.features
+
+
+def test_the_software_driver_as_it_is_known(device: Device) -> None:
+    """Debian 12's lavapipe, by its own documentation and what vulkaninfo says of it."""
+    if "llvmpipe" not in device.info.name or "22.3" not in device.info.driver_version:
+        pytest.skip("another driver")
+    info = device.info
+    assert (info.kind, info.driver, info.vendor_id, info.api_version) == ("cpu", "llvmpipe", 0x10005, "1.3")
+    assert info.heap_bytes == 2 << 30
+    assert info.max_storage_range == 128 << 20
+    expected = {"storage16", "float16", "timeline", "subgroup_size_control", "subgroup_arithmetic", "memory_model"}
+    assert expected <= info.features
+    assert not {"memory_budget", "coop_matrix", "nv_coop_matrix2", "device_fault", "bfloat16"} & info.features
+
+
+def test_features_left_alone_are_not_there(open_vulkan: OpenVulkan) -> None:
+    device = open_vulkan(VulkanOptions(newest=(1, 1), without=frozenset({"storage16", "timeline"})))
+    assert device.info.api_version == "1.1"
+    assert not {"storage16", "timeline"} & device.info.features
+
+
+def adapter(index: int, name: str, kind: DeviceKind) -> DeviceInfo:
+    return dataclasses.replace(null.INFO, api="vulkan", index=index, name=name, kind=kind)
+
+
+ADAPTERS = [
+    adapter(0, "llvmpipe (LLVM 15)", "cpu"),
+    adapter(1, "Intel Arc Graphics", "integrated"),
+    adapter(2, "AMD Radeon RX 7900", "discrete"),
+    adapter(3, "NVIDIA GeForce RTX 4090", "discrete"),
+]
+
+
+@pytest.mark.parametrize(
+    ("selector", "present", "index"),
+    [
+        ("auto", [0, 1, 2, 3], 2),
+        ("auto", [0, 1], 1),
+        ("auto", [0], None),
+        ("auto", [], None),
+        ("vulkan", [0, 1, 2, 3], 2),
+        ("vulkan", [0], 0),
+        ("Vulkan:3", [0, 1, 2, 3], 3),
+        ("vulkan:0", [0, 1, 2, 3], 0),
+        ("geforce", [0, 1, 2, 3], 3),
+        ("llvm", [0, 1, 2, 3], 0),
+        (" Intel ", [0, 1, 2, 3], 1),
+    ],
+)
+def test_selectors(monkeypatch: pytest.MonkeyPatch, selector: str, present: list[int], index: int | None) -> None:
+    monkeypatch.setattr(vulkan, "list_devices", lambda: [ADAPTERS[i] for i in present])
+    chosen = gpu.choose_device(selector)
+    assert (chosen.index if chosen else None) == index
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("vulkan:4", r"there is no device vulkan:4; there are: vulkan:0 \(llvmpipe .*vulkan:3 \(NVIDIA"),
+        ("vulkan:one", "'one' is no index; a device is selected as vulkan, vulkan:0"),
+        ("voodoo", r"no device is called 'voodoo'; there are: vulkan:0"),
+    ],
+)
+def test_selectors_that_fit_nothing(monkeypatch: pytest.MonkeyPatch, selector: str, message: str) -> None:
+    monkeypatch.setattr(vulkan, "list_devices", lambda: ADAPTERS)
+    with pytest.raises(DeviceError, match=message):
+        gpu.open_device(selector)
+
+
+def test_auto_opens_no_software_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vulkan, "list_devices", lambda: ADAPTERS[:1])
+    assert gpu.open_device("auto") is None
+
+
+@pytest.fixture
+def system(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend to be another system."""
+
+    def pretend(
+        *,
+        devices: list[DeviceInfo] | None = None,
+        loader: bool = True,
+        nodes: tuple[tuple[str, bool], ...] = (),
+        wsl: bool = False,
+        nvidia: bool = False,
+        platform: str = "linux",
+    ) -> None:
+        def list_devices() -> list[DeviceInfo]:
+            if devices is None:
+                raise DeviceError("vkCreateInstance failed: VK_ERROR_INCOMPATIBLE_DRIVER")
+            return devices
+
+        def load_vulkan() -> None:
+            if not loader:
+                raise DeviceError("found none of these libraries")
+
+        monkeypatch.setattr(vulkan, "list_devices", list_devices)
+        monkeypatch.setattr(native, "load_vulkan", load_vulkan)
+        monkeypatch.setattr(_probe, "render_nodes", lambda: list(nodes))
+        monkeypatch.setattr(_probe, "is_wsl", lambda: wsl)
+        monkeypatch.setattr(_probe, "has_nvidia_kernel_driver", lambda: nvidia)
+        monkeypatch.setattr(_probe, "platform", lambda: platform)
+        monkeypatch.delenv("VK_DRIVER_FILES", raising=False)
+        monkeypatch.delenv("VK_ICD_FILENAMES", raising=False)
+
+    return pretend
+
+
+NODE = "/dev/dri/renderD128"
+
+
+@pytest.mark.parametrize(
+    ("situation", "reasons"),
+    [
+        ({"devices": ADAPTERS}, []),
+        ({"loader": False}, ["no Vulkan loader: install it .*libvulkan1"]),
+        ({"loader": False, "platform": "win32"}, ["no Vulkan loader: vulkan-1.dll comes with the graphics driver"]),
+        ({"loader": False, "platform": "darwin"}, ["no Vulkan loader: install MoltenVK"]),
+        ({}, ["shows no driver .*INCOMPATIBLE_DRIVER", "the kernel shows no GPU"]),
+        ({"devices": []}, ["no Vulkan driver offers a device with Vulkan 1.1", "the kernel shows no GPU"]),
+        ({"devices": ADAPTERS[:1]}, ["only a software driver .*llvmpipe", "the kernel shows no GPU"]),
+        (
+            {"devices": ADAPTERS[:1], "nodes": ((NODE, False),)},
+            ["only a software", f"no permission on {NODE}: .*render"],
+        ),
+        ({"devices": ADAPTERS[:1], "nodes": ((NODE, True),)}, ["only a software driver"]),
+        ({"nodes": ((NODE, True),), "nvidia": True}, ["shows no driver", "NVIDIA_DRIVER_CAPABILITIES=all"]),
+        ({"nvidia": True}, ["shows no driver", "NVIDIA's kernel driver is loaded"]),
+        ({"wsl": True}, ["shows no driver", "this is WSL: .*dzn", "the kernel shows no GPU"]),
+        ({"platform": "win32"}, ["shows no driver"]),
+    ],
+)
+def test_why_there_is_no_gpu(system: Callable[..., None], situation: dict[str, Any], reasons: list[str]) -> None:
+    system(**situation)
+    found = vulkan.diagnose()
+    assert len(found) == len(reasons), found
+    for line, pattern in zip(found, reasons, strict=True):
+        assert re.search(pattern, line), line
+    assert gpu.diagnose() == ({"vulkan": found} if found else {})
+
+
+def test_a_driver_that_is_named_but_absent(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    """With the real loader: it is told to use nothing but a file that is not there."""
+    del device
+    monkeypatch.setenv("VK_DRIVER_FILES", "/nowhere/icd.json")
+    assert gpu.list_devices() == []
+    reasons = vulkan.diagnose()
+    assert "shows no driver" in reasons[0]
+    assert reasons[1] == "VK_DRIVER_FILES names /nowhere/icd.json, which does not exist"
+    with pytest.raises(DeviceError, match=r"vulkan is not to be had: .*/nowhere/icd.json, which does not exist"):
+        gpu.open_device("vulkan")
+    with pytest.raises(DeviceError, match="no device is called 'nvidia'; there is none: the Vulkan loader shows no"):
+        gpu.open_device("nvidia")
+    assert gpu.open_device("auto") is None
+
+
+def test_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "DEFAULT_LIBRARIES", ("libnothing.so.7",))
+    monkeypatch.setattr(native, "VULKAN_LIBRARIES", {})
+    with pytest.raises(DeviceError, match=r"none of these libraries: libnothing.so.7 \("):
+        native.load_vulkan()
+    assert "no Vulkan loader" in vulkan.diagnose()[0]
+    with pytest.raises(DeviceError, match="vulkan is not to be had: there is no Vulkan loader: install it"):
+        gpu.open_device("vulkan")
+
+
+def test_a_library_that_is_no_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "DEFAULT_LIBRARIES", ("libc.so.6",))
+    monkeypatch.setattr(native, "VULKAN_LIBRARIES", {})
+    with pytest.raises(DeviceError, match="is no Vulkan loader: it lacks vkGetInstanceProcAddr"):
+        native.load_vulkan()
+
+
+def test_probes_read_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_probe, "DRI", tmp_path)
+    assert _probe.render_nodes() == []
+    for name in ("card0", "renderD129", "renderD128"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: path.endswith("128") and mode == os.R_OK | os.W_OK)
+    assert _probe.render_nodes() == [(f"{tmp_path}/renderD128", True), (f"{tmp_path}/renderD129", False)]
+    monkeypatch.setattr(_probe, "_read", lambda path: "Linux version 5.15.90.1-microsoft-standard-WSL2")
+    assert _probe.is_wsl()
+    assert _probe.has_nvidia_kernel_driver()
+    monkeypatch.setattr(_probe, "_read", lambda path: "")
+    assert not _probe.is_wsl()
+    assert not _probe.has_nvidia_kernel_driver()
+    monkeypatch.setenv("VK_DRIVER_FILES", f"{tmp_path}{os.pathsep}/nowhere")
+    assert _probe.missing_driver_files() == ["VK_DRIVER_FILES names /nowhere, which does not exist"]
+
+
+def test_debug_without_the_layers_says_what_to_install(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
+    del device
+    monkeypatch.setattr("xinfer.gpu._vk.instance.VALIDATION_LAYER", "VK_LAYER_absent")
+    with pytest.raises(DeviceError, match=r"debug needs VK_LAYER_absent, .*vulkan-validationlayers"):
+        Instance(debug=True)
+
+
+def test_check_passes_success_and_raises_the_rest() -> None:
+    assert native.check(vk.VK_SUCCESS, "vkX") == vk.VK_SUCCESS
+    assert native.check(vk.VK_TIMEOUT, "vkX") == vk.VK_TIMEOUT
+    with pytest.raises(DeviceError, match="vkX failed: VK_ERROR_EXTENSION_NOT_PRESENT"):
+        native.check(vk.VK_ERROR_EXTENSION_NOT_PRESENT, "vkX")
+    with pytest.raises(DeviceError, match="vkX failed: VkResult -123456"):
+        native.check(-123456, "vkX")
+
+
+@pytest.fixture
+def cache_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+    return tmp_path
+
+
+def use_kernel(open_vulkan: OpenVulkan) -> bytes:
+    """Open a device, make a kernel, close; the pipeline data that the device began with."""
+    device = open_vulkan()
+    loaded = device._cache._saved
+    device.create_kernel(tiny_spirv.axpy()).release()
+    device.close()
+    return loaded
+
+
+def cache_files(home: Path) -> list[Path]:
+    return sorted(path for path in home.rglob("*") if path.is_file() and "xinfer" in path.parts)
+
+
+def test_pipelines_are_kept_on_disk(open_vulkan: OpenVulkan, cache_home: Path) -> None:
+    device = open_vulkan()
+    device.close()
+    assert cache_files(cache_home) == []  # nothing was made
+    assert use_kernel(open_vulkan) == b""
+    (file,) = cache_files(cache_home)
+    assert file.parent == cache.cache_folder()
+    data = file.read_bytes()[len(cache.MAGIC) + 32 :]
+    assert use_kernel(open_vulkan) == data
+    assert cache_files(cache_home) == [file]
+
+
+def sealed(data: bytes) -> bytes:
+    return cache.MAGIC + hashlib.sha256(data).digest() + data
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: b"?" + content[1:],
+        lambda content: cache.MAGIC + bytes(32) + content[len(cache.MAGIC) + 32 :],  # the right data, another digest
+        lambda content: sealed(b""),
+        lambda content: sealed(content[len(cache.MAGIC) + 32 :][: sizeof(vk.VkPipelineCacheHeaderVersionOne) - 1]),
+        lambda content: sealed(bytes(4096)),
+    ],
+)
+def test_a_damaged_cache_is_made_anew(
+    open_vulkan: OpenVulkan, cache_home: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    use_kernel(open_vulkan)
+    (file,) = cache_files(cache_home)
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert use_kernel(open_vulkan) == b""
+    assert use_kernel(open_vulkan) != b""
+
+
+def test_another_drivers_cache_is_not_used(open_vulkan: OpenVulkan, cache_home: Path) -> None:
+    use_kernel(open_vulkan)
+    (file,) = cache_files(cache_home)
+    data = bytearray(file.read_bytes()[len(cache.MAGIC) + 32 :])
+    offset = vk.VkPipelineCacheHeaderVersionOne.pipelineCacheUUID.offset
+    data[offset] ^= 1
+    file.write_bytes(sealed(bytes(data)))
+    assert use_kernel(open_vulkan) == b""
+
+
+def test_a_cache_that_cannot_be_written_does_no_harm(
+    open_vulkan: OpenVulkan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "a file, no folder"
+    blocked.touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setenv("LOCALAPPDATA", str(blocked))
+    assert use_kernel(open_vulkan) == b""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
+
+    def replace(self: Path, target: Path) -> None:
+        raise PermissionError("held by another process")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    assert use_kernel(open_vulkan) == b""
+    assert cache_files(tmp_path) == []  # nor is a temporary file left
+
+
+def test_the_cache_folder_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.setenv("LOCALAPPDATA", "/l")
+    monkeypatch.setenv("HOME", "/h")
+    for platform, folder in (("linux", "/x"), ("win32", "/l"), ("darwin", "/h/Library/Caches")):
+        monkeypatch.setattr("sys.platform", platform)
+        assert cache.cache_folder() == Path(folder) / "xinfer" / "pipelines"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("sys.platform", "linux")
+    assert cache.cache_folder() == Path("/h/.cache/xinfer/pipelines")
+
+
+def test_cache_files_are_private(open_vulkan: OpenVulkan, cache_home: Path) -> None:
+    """What a driver is fed is only this user's to write."""
+    use_kernel(open_vulkan)
+    (file,) = cache_files(cache_home)
+    assert not file.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
