@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "xinfer"
 
-# A module (or package) and the modules of ours that it may import. Everyone may import errors; packages may import themselves.
+# A module (or package) and the modules of ours that it may import. Everyone may import errors, and packages themselves.
 ALLOWED = {
     "__init__": {"_version", "errors", "llm", "sampling"},
     "__main__": {"cli"},
