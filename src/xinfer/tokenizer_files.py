@@ -20,6 +20,9 @@ from xinfer.patterns import PatternError, check_pattern
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 64 * 2**20  # Qwen's largest tokenizer.json is 20 MB
+MAX_CONFIG_BYTES = 4 * 2**20  # of the files beside it, which have some thousands
+MAX_MERGES = 1_000_000  # lines of merges.txt
+MAX_VALUES = 3_000_000  # in a JSON file, about; 150,000 tokens with as many merges are 600,000
 
 # How Qwen2 cuts text into words before BPE; its first checkpoints have vocab.json and merges.txt only, so that this
 # stands in no file of theirs.
@@ -91,25 +94,37 @@ def guarded(call: Callable[[], T], file: Path | None = None) -> T:
         ) from error
 
 
-def _read_text(file: Path) -> str:
+def _read_text(file: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
     try:
         size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
+        if size > max_bytes:
             raise TokenizerError(
-                f"{file} has {size:,} bytes; expected at most {MAX_FILE_BYTES:,}: this is no tokenizer of a known kind"
+                f"{file} has {size:,} bytes; expected at most {max_bytes:,}: this is no tokenizer of a known kind"
             )
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{file} cannot be read: {error}; download it again") from error
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    return _parsed(_read_text(file), file)
+def _read_json(file: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    return _parsed(_read_text(file, max_bytes=max_bytes), file)
 
 
 def _parsed(text: str, file: Path) -> dict[str, Any]:
+    if sum(map(text.count, ",[{")) > MAX_VALUES:
+        raise TokenizerError(f"{file} has more than {MAX_VALUES:,} values: this is no tokenizer of a known kind")
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # The library might go by another one of them than the one that is checked here.
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise TokenizerError(f"{file} has the key {twice!r:.80} twice in one object; keep one of them")
+        return result
+
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=refuse_duplicates)
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}; download it again") from error
     if not isinstance(data, dict):
@@ -232,8 +247,11 @@ def _check_id(backend: tokenizers.Tokenizer, content: str, expected: int, file: 
 
 
 def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
-    vocab = _read_json(folder / "vocab.json")
-    lines = _read_text(folder / "merges.txt").split("\n")
+    vocab = _read_json(folder / "vocab.json", max_bytes=MAX_FILE_BYTES)
+    merges_text = _read_text(folder / "merges.txt")
+    if merges_text.count("\n") > MAX_MERGES:
+        raise TokenizerError(f"{folder / 'merges.txt'} has more than {MAX_MERGES:,} lines: take it from the original")
+    lines = merges_text.split("\n")
     merges = []
     for line in lines:
         if line.strip() and not line.startswith("#version"):

@@ -65,7 +65,8 @@ CODE = [
     "SELECT * FROM t WHERE a<>'b';\r\n",
     "<div class=\"x\">&nbsp;</div>", "\\begin{align}x_{1}&=\\frac{a}{b}\\\\\\end{align}",
     "#!/bin/sh\n\tcd ~ && ls -la|wc\n",
-    "{\"k\":[1,2.5e-10,null]}", "https://example.org/a?b=c&d=%20#e", "i'm you've IT'S we'LL o'ſ 'Re'D", "0x7FFF_FFFF",
+    "{\"k\":[1,2.5e-10,null]}", "https://example.org/a?b=c&d=%20#e", "it'sall DON'TELL A'VEX THEY'REAL L'MAN",
+    "i'm you've IT'S we'LL o'ſ 'Re'D", "0x7FFF_FFFF",
     "a\t\tb   c\n\n\n  d", "x=y==z!=w<=v->u=>t::s...r??q", "C:\\Users\\x\\n", "@decorator\n\n\nclass A(B): ...",
 ]  # fmt: skip
 LOOK_ALIKE = [

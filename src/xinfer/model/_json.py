@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from xinfer.errors import CheckpointError
 
-MAX_JSON_BYTES = 32 << 20
+# A shard index of 1,024 layers takes 1 MB. More is not worth reading: a byte of JSON can become thirty in memory.
+MAX_JSON_BYTES = 4 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
