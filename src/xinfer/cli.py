@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -143,19 +143,7 @@ def chat(
 ) -> None:
     """Talk with a model. /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program."""
     with _load(model, device, context) as llm:
-        conversation = llm.conversation(system=system)
-        if sys.stdin.isatty():
-            _say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
-        for line in _lines():
-            if line == "/exit":
-                return
-            if line == "/reset":
-                conversation.reset()
-                _say("(a new conversation)")
-            elif line.startswith("/"):
-                _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
-            elif line:
-                _answer(conversation, line, _sampling(ctx))
+        _converse(llm.conversation(system=system), _sampling(ctx))
 
 
 def _sampling(ctx: typer.Context) -> dict[str, Any]:
@@ -165,15 +153,53 @@ def _sampling(ctx: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in ctx.params.items() if name in SamplingParams.__dataclass_fields__}
 
 
-def _answer(conversation: Conversation, text: str, values: dict[str, Any]) -> None:
+def _converse(conversation: Conversation, values: dict[str, Any]) -> None:
+    """Turns until the end of input. Ctrl-C gives up the line or the answer, wherever it strikes; the program stays."""
+    interactive = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # bad bytes are told of, line by line
+    if interactive:
+        _edit_lines()
+        _say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    while True:
+        try:
+            line = _read_line("> " if interactive else "")
+            if line is None or line == "/exit":
+                return
+            _turn(conversation, line, values)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            _say("\n(stopped; Ctrl-D or /exit leaves)")
+
+
+def _read_line(prompt: str) -> str | None:
+    """The next line without the spaces around it, or None at the end of input."""
     try:
-        _print_stream(conversation.send(text, **values))
-    except KeyboardInterrupt:
-        _say("(stopped)")
-    except ContextLengthError as error:
-        _say(f"error: {error}; or /reset")
-    except RequestError as error:
-        _say(f"error: {error}")
+        return input(prompt).strip()
+    except EOFError:
+        return None
+
+
+def _edit_lines() -> None:
+    with suppress(ImportError):  # Windows has none: its console edits lines itself
+        import readline  # noqa: F401  # input() uses it from here on: arrow keys and history
+
+
+def _turn(conversation: Conversation, line: str, values: dict[str, Any]) -> None:
+    if line == "/reset":
+        conversation.reset()
+        _say("(a new conversation)")
+    elif line.startswith("/"):
+        _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
+    elif any("\ud800" <= char <= "\udfff" for char in line):
+        _say("error: the line is not UTF-8 text")
+    elif line:
+        try:
+            _print_stream(conversation.send(line, **values))
+        except ContextLengthError as error:
+            _say(f"error: {error}; or /reset")
+        except RequestError as error:
+            _say(f"error: {error}")
 
 
 @app.command()
@@ -334,33 +360,6 @@ def _read_stdin() -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"stdin is not UTF-8 (byte {error.start}); expected UTF-8 text") from None
-
-
-def _lines() -> Iterator[str]:
-    """Lines the user types, until the end of input. Ctrl-C at the prompt gives up the line."""
-    interactive = sys.stdin.isatty()
-    with _line_editing() if interactive else nullcontext():
-        while True:
-            try:
-                line = input("> " if interactive else "")
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                _say("\n(Ctrl-D or /exit leaves)")
-                continue
-            except UnicodeDecodeError:
-                _say("error: the line is not UTF-8 text")
-                continue
-            yield line.strip()
-
-
-@contextmanager
-def _line_editing() -> Iterator[None]:
-    with suppress(ImportError):  # Windows has none: its console edits lines itself
-        import readline  # noqa: F401  # input() uses it from here on: arrow keys and history
-    yield
 
 
 def _print_stream(stream: Stream) -> None:

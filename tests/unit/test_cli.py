@@ -3,11 +3,13 @@
 import json
 import os
 import pty
+import re
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -208,12 +210,45 @@ def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
     assert b"Error" not in done.stderr
 
 
-def wait_for(output: int, text: bytes, seen: bytes = b"") -> bytes:
-    deadline = time.monotonic() + 60
-    while text not in seen:
-        assert time.monotonic() < deadline, seen
-        seen += os.read(output, 4096)
-    return seen
+class Terminal:
+    """A program on a pseudo-terminal; every wait is bounded."""
+
+    def __init__(self, *command: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True)
+        os.close(slave)
+        self.seen = b""  # what came after what was last waited for
+
+    def wait_for(self, pattern: bytes) -> None:
+        """Read on until `pattern` (a regular expression) has come."""
+        deadline = time.monotonic() + 100
+        while not (match := re.search(pattern, self.seen)):
+            ready, _, _ = select.select([self.master], [], [], 1.0)
+            assert time.monotonic() < deadline, self.seen
+            if ready:
+                self.seen += os.read(self.master, 4096)
+        self.seen = self.seen[match.end() :]
+
+    def type(self, text: bytes) -> None:
+        os.write(self.master, text)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_terminal(*command: str) -> Terminal:
+        opened.append(Terminal(*command))
+        return opened[-1]
+
+    yield open_terminal
+    for each in opened:
+        each.process.kill()
+        each.process.wait(60)
+        os.close(each.master)
 
 
 def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
@@ -241,22 +276,25 @@ def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
     assert b"stopped" in errors  # the statistics of what there was
 
 
-def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path) -> None:
-    command = [sys.executable, "-m", "xinfer", "chat", "--model", str(folder), "--temperature", "0"]
-    master, slave = pty.openpty()
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
-        os.close(slave)
-        wait_for(master, b"> ")
-        os.write(master, b"Who?\n")
-        wait_for(master, b"\n", wait_for(master, b"Who?"))
-        process.send_signal(signal.SIGINT)
-        seen = wait_for(master, b"> ")
-        process.send_signal(signal.SIGINT)  # at the prompt: the line is given up, the program stays
-        wait_for(master, b"leaves")
-        os.write(master, b"/exit\n")
-        assert process.wait(60) == 0
-        assert b"Traceback" not in seen
-    os.close(master)
+def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(sys.executable, "-m", "xinfer", "chat", "--model", str(folder), "--temperature", "0")
+    chat.wait_for(b"> ")
+    chat.type(b"Who?\n")
+    chat.wait_for(rb"Who\?\r\n.{20}")  # the answer has begun; greedily it goes on to the context's end
+    chat.interrupt()
+    chat.wait_for(rb"tok/s.*\r\n\r\n\(stopped; Ctrl-D or /exit leaves\)\r\n> ")
+    chat.interrupt()  # at the prompt: the line is given up, the program stays
+    chat.wait_for(rb"\(stopped; Ctrl-D or /exit leaves\)\r\n> ")
+    chat.type(b"/nope\n")
+    chat.wait_for(b"not a command")
+    chat.type(b"/exit\n")
+    assert chat.process.wait(60) == 0
+
+
+def test_chat_tells_of_lines_that_are_not_text_and_goes_on(folder: Path) -> None:
+    result = run("chat", "--model", folder, "--max-tokens", 2, stdin=b"\xff\xfe\n\xc3\x28\nhi\n")
+    assert result.stderr.count("not UTF-8") == 2
+    assert result.stderr.count("answer") == 1
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
