@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from xinfer import LLM, SamplingParams
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 
@@ -102,6 +103,17 @@ def test_greedy_text_equals_transformers(
     print(f"\n{name} (closest call {margin:.1e}): {PROMPTS[name]!r} -> {tokenizer.decode(answer)!r}")  # noqa: T201
     assert answer == out[0, prompt.shape[1] :].tolist()
     assert len(answer) == N_NEW
+
+
+def test_llm_gives_the_same_text(
+    folder: Path, answers: dict[str, tuple[list[int], float]], tokenizer: Tokenizer
+) -> None:
+    """The whole path, text to text, against the argmax of the reference."""
+    greedy = SamplingParams(temperature=0, max_tokens=N_NEW, ignore_eos=True)
+    with LLM(folder, device="cpu") as llm:
+        completion = llm.generate(PROMPTS["story"], greedy)
+    assert list(completion.token_ids) == answers["story"][0]
+    assert completion.text == tokenizer.decode(answers["story"][0])
 
 
 def test_the_text_is_english_and_true(
