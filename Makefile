@@ -52,7 +52,7 @@ $(TORCH): $(READY)
 	@touch $@
 
 soak: $(READY) vulkan  ## what takes long: whole fuzzing and endurance counts
-	$(PY) -m pytest -m soak
+	$(PY) -m pytest -m soak --timeout=0
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache
