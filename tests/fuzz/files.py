@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +102,10 @@ def load_json(files: Files, name: str) -> Any:
 
 
 def dump_json(value: Any) -> bytes:
-    """JSON text of a document that may hold `Raw` and `Pairs`."""
+    """JSON text of a document that may hold `Raw`, and be `Pairs`."""
+    if not isinstance(value, Pairs):
+        with contextlib.suppress(TypeError):  # the rule is a document without `Raw`, and this is fast
+            return json.dumps(value).encode()
     return "".join(_pieces(value)).encode("utf-8", "surrogatepass")
 
 

@@ -50,7 +50,7 @@ def check_stage(report: Report, stage: str, count: int) -> None:
 
 def test_a_number_is_a_case_for_good(tmp_path: Path) -> None:
     one, other = make_bases(tmp_path / "one"), make_bases(tmp_path / "other")
-    for number in range(0, ALL, 97):
+    for number in range(0, ALL, 197):
         assert case(number, one) == case(number, other)
 
 
@@ -64,5 +64,5 @@ def test_every_hundred_holds_every_quota() -> None:
 def test_cases_differ_from_the_sound_checkpoint(tmp_path: Path) -> None:
     """But for the few that mean to leave it sound."""
     bases = make_bases(tmp_path)
-    same = sum(case(number, bases).files == bases[case(number, bases).base] for number in range(TENTH))
-    assert same <= 0.02 * TENTH
+    cases = [case(number, bases) for number in range(0, TENTH, 3)]
+    assert sum(one.files == bases[one.base] for one in cases) <= 0.02 * len(cases)

@@ -54,7 +54,7 @@ Outcome = dict[str, Any]
 def use_checkpoint(folder: Path) -> None:
     """The whole path from a folder to text, on which an `XinferError` may be raised and nothing else."""
     with call("open"):
-        llm = LLM(folder)
+        llm = LLM(folder, device="cpu")
     with llm:
         refused: XinferError | None = None
         try:
