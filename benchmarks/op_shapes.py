@@ -231,8 +231,15 @@ def bench_attention(lab: Lab, name: str, model: Model, keys: int) -> None:
             if not lab.kernels.usable(variant):
                 continue
             on = ops.Recorder(lab.device.create_recording("plan"), lab.kernels)
-            shape = {"n_heads": model.heads, "n_rows": 1, "max_keys": max(keys, 32_768)}
-            plan = ops.plan_attention(on, caches[0], **shape, variant=variant, n_splits=n_splits)
+            plan = ops.plan_attention(
+                on,
+                caches[0],
+                n_heads=model.heads,
+                n_rows=1,
+                max_keys=max(keys, 32_768),
+                variant=variant,
+                n_splits=n_splits,
+            )
             on.recording.release()
             scratch = lab.buffer(max(plan.scratch_bytes, 4), np.zeros(1 << 16, np.uint32))
 

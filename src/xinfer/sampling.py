@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -359,7 +359,7 @@ def _check_int(name: str, value: Any, *, low: int, high: int | None = None, do: 
         return
     if not _is_int(value) or value < low or (high is not None and value > high):
         bounds = f"of {low} or more" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be a whole number {bounds}, not {value!r}; {do}")
+        raise RequestError(f"{name} must be a whole number {bounds}, not {_shown(value)}; {do}")
 
 
 def _check_float(
@@ -367,11 +367,28 @@ def _check_float(
 ) -> None:
     if value is None:
         return
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
+    if not _is_float(value) or not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
         bounds = f"above {low:g}" if above_low else f"of {low:g} or more"
         limit = "" if high == math.inf else f" and at most {high:g}"
-        raise RequestError(f"{name} must be a finite number {bounds}{limit}, not {value!r}; {do}")
+        raise RequestError(f"{name} must be a finite number {bounds}{limit}, not {_shown(value)}; {do}")
+
+
+def _is_float(value: object) -> bool:
+    """Whether a value is a number that float64 can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    """A value for a message; Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _checked_stops(stop: object) -> tuple[str, ...]:
@@ -383,6 +400,8 @@ def _checked_stops(stop: object) -> tuple[str, ...]:
     for string in stops:
         if not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise RequestError(f"a stop string has {len(string)} characters; 1 to {MAX_STOP_LENGTH} are allowed")
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise RequestError(f"the stop string {string!a} has half characters (lone surrogates); expected text")
     return tuple(dict.fromkeys(stops))
 
 
@@ -398,11 +417,10 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}")
     for token, value in bias.items():
-        if not _is_int(token) or token < 0:
-            raise RequestError(f"logit_bias has the key {token!r}; keys are token ids, whole numbers of 0 or more")
-        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not is_number or not value < math.inf:
-            raise RequestError(f"logit_bias for id {token} must be a number below infinity, not {value!r}")
+        if not _is_int(token) or not 0 <= token < 2**31:
+            raise RequestError(f"logit_bias has the key {_shown(token)}; keys are token ids, 0 to 2**31 - 1")
+        if not _is_float(value) or not value < math.inf:
+            raise RequestError(f"logit_bias for id {token} must be a number below infinity, not {_shown(value)}")
     return {int(token): float(value) for token, value in bias.items()}
 
 

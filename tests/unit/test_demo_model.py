@@ -22,7 +22,7 @@ from xinfer.sampling import SamplingParams
 from xinfer.tokenizer import Tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
-WINDOWS = 2  # of the held-out text, 4,096 tokens; the marked test in tests/transformers takes all of them
+WINDOWS = 2  # of the held-out text, 4,096 tokens; the marked test in tests/parity takes all of them
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,9 @@ def open_regular(path: Path, *, error: type[CheckpointError]) -> BinaryIO:
                 f"{path} is a link to {path.readlink()}, which does not exist: the download may be incomplete; "
                 "fetch the model again"
             ) from problem
-        raise error(f"{path} does not exist") from problem
+        raise error(
+            f"{path} does not exist; expected it in the model's folder, beside the *.safetensors files"
+        ) from problem
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the name
         raise error(f"{path} cannot be opened: {problem}") from problem
 
