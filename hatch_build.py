@@ -17,8 +17,8 @@ class ShaderBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before each wheel."""
         del version, build_data
-        sys.path.insert(0, str(Path(self.root)))
-        from tools.build_shaders import build
+        sys.path.insert(0, str(Path(self.root) / "tools"))
+        from build_shaders import build
 
         count = build()
         self.app.display_info(f"{count} shaders compiled")

@@ -73,7 +73,6 @@ class Transformers:
 
     def __init__(self, folder: Path, n_threads: int) -> None:
         import torch
-
         import transformers
 
         torch.set_num_threads(n_threads)
@@ -122,8 +121,15 @@ def worker(name: str, folder: Path, n_threads: int) -> None:
             engine.load()
             answer: dict[str, Any] = {"load_seconds": time.perf_counter() - start, "import_seconds": import_seconds}
         else:
+            cpu = time.process_time()
             tokens, prefill, decode = engine.decode(request["ids"], request["n_tokens"])
-            answer = {"tokens": tokens, "prefill_seconds": prefill, "decode_seconds": decode}
+            cpu_seconds = time.process_time() - cpu  # of all threads; far from prefill + decode where others interfere
+            answer = {
+                "tokens": tokens,
+                "prefill_seconds": prefill,
+                "decode_seconds": decode,
+                "cpu_seconds": cpu_seconds,
+            }
         print(json.dumps({**answer, "peak_bytes": peak_bytes(), "blas": blas_kernels()}), flush=True)
 
 
@@ -209,7 +215,10 @@ def summarize(measured: dict[str, Any], n_tokens: int) -> dict[str, Any]:
                     "low": min(rates[name]),
                     "high": max(rates[name]),
                 },
-                "prefill_seconds": statistics.median(run["prefill_seconds"] for run in measured[name]["runs"]),
+                **{
+                    key: statistics.median(run[key] for run in measured[name]["runs"])
+                    for key in ("prefill_seconds", "cpu_seconds")
+                },
                 **{key: measured[name][key] for key in ("import_seconds", "load_seconds", "peak_bytes", "blas")},
             }
             for name in ENGINES
@@ -219,11 +228,13 @@ def summarize(measured: dict[str, Any], n_tokens: int) -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     """The result as a table."""
-    print(f"{'':14}{'tokens/s':>10}{'low':>8}{'high':>8}{'prompt s':>10}{'load s':>8}{'import s':>10}{'peak MB':>9}")
+    heads = {"tokens/s": 10, "low": 8, "high": 8, "prompt s": 10, "cpu s": 7, "load s": 8, "import s": 10, "peak MB": 9}
+    print(" " * 14 + "".join(f"{head:>{width}}" for head, width in heads.items()))
     for name, engine in result["engines"].items():
         rate = engine["tokens_per_second"]
         print(
             f"{name:14}{rate['median']:10.1f}{rate['low']:8.1f}{rate['high']:8.1f}{engine['prefill_seconds']:10.2f}"
+            f"{engine['cpu_seconds']:7.2f}"
             f"{engine['load_seconds']:8.2f}{engine['import_seconds']:10.2f}{engine['peak_bytes'] / 1e6:9.0f}"
         )
     pairs = result["ratio_of_pairs"]
@@ -250,9 +261,10 @@ def main() -> None:
     if args.worker:
         worker(args.worker, args.folder, args.threads)
         return
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(ROOT / "tools"))
     from tokenizers import Tokenizer
-    from tools import smollm2_to_qwen2
+
+    import smollm2_to_qwen2
 
     folder = args.folder or smollm2_to_qwen2.cached()
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids

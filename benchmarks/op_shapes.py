@@ -9,7 +9,6 @@ exceed any cache; the figure is the median of repeats, per dispatch. Results are
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +20,10 @@ from numpy.typing import NDArray
 from xinfer import gpu, ops
 from xinfer.gpu.api import Bindable, Buffer, BufferSlice, Device
 from xinfer.ops._linear import gemm_candidates, gemv_candidates
-from xinfer.ops._packed import packed_candidates
 from xinfer.shaders.catalog import variants
 
-REPEATS = 7
+DISPATCHES, REPEATS = 100, 7
+WORKING_SET = 400 << 20  # bytes; the largest caches hold some 100 MB
 RANDOM_BYTES = 16 << 20
 
 
@@ -48,12 +47,10 @@ MODELS = {
 
 
 class Lab:
-    """A device, its kernels, and buffers full of random numbers; copies fill `working_set` bytes, beyond any cache."""
+    """A device, its kernels, and buffers full of random numbers."""
 
-    def __init__(self, device: Device, *, dispatches: int, working_set: int) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = device
-        self.dispatches = dispatches
-        self.working_set = working_set
         self.kernels = ops.KernelSet(device)
         rng = np.random.default_rng(0)
         self.random16 = rng.standard_normal(RANDOM_BYTES // 2, np.float32).astype(np.float16)
@@ -86,7 +83,7 @@ class Lab:
             record(on, number)
             recording.barrier()
         recording.timestamp("begin")
-        for number in range(self.dispatches):
+        for number in range(DISPATCHES):
             record(on, number)
             recording.barrier()
         recording.timestamp("end")
@@ -95,7 +92,7 @@ class Lab:
         for _ in range(REPEATS):
             self.device.wait(self.device.submit(recording), timeout_s=120)
             (_, begin), (_, end) = self.device.timestamps(recording)
-            seconds.append((end - begin) / self.dispatches)
+            seconds.append((end - begin) / DISPATCHES)
         recording.release()
         return statistics.median(seconds)
 
@@ -107,21 +104,16 @@ def report(name: str, variant: str, seconds: float, n_bytes: int, error: float |
 
 
 def matrices(lab: Lab, rows: int, columns: int) -> list[ops.Matrix]:
-    """Copies of one random f16 matrix, many enough that none stays in a cache, in slices that a binding can hold."""
+    """Copies of one random f16 matrix, many enough that none stays in a cache."""
     stride = ops.row_stride(columns, "f16")
-    copies = min(max(lab.working_set // (rows * stride), 1) + 1, 64)
-    most = lab.device.info.max_storage_range // stride
-    bounds = [*range(0, rows, most), rows]
+    copies = min(max(WORKING_SET // (rows * stride), 1) + 1, 64)
     return [
         ops.Matrix(
             rows=rows,
             columns=columns,
             format="f16",
             row_stride=stride,
-            slices=tuple(
-                ops.MatrixSlice(lab.buffer((last - first) * stride, lab.random16), first, last - first)
-                for first, last in itertools.pairwise(bounds)
-            ),
+            slices=(ops.MatrixSlice(lab.buffer(rows * stride, lab.random16), 0, rows),),
         )
         for _ in range(copies)
     ]
@@ -175,10 +167,8 @@ def bench_gemv(lab: Lab, name: str, model: Model, x_rows: int) -> None:
                 ops.linear(on, x, w, out, label=part, variant=variant)  # noqa: B023
 
         expected: NDArray[np.float32] | None = None
-        candidates = gemv_candidates(weights[0], x, norm=normed, swiglu=gated)
-        fitting = variants()[candidates[0]].define("T_MAX")
-        for variant in candidates:
-            if variants()[variant].define("T_MAX") != fitting or not lab.kernels.usable(variant):
+        for variant in gemv_candidates(weights[0], x, norm=normed, swiglu=gated):
+            if variant.endswith("plain") or not lab.kernels.usable(variant):
                 continue
             run_once(lab, lambda on, variant=variant: record(on, 0, variant))  # type: ignore[misc]
             if expected is None:
@@ -207,50 +197,17 @@ def bench_gemm(lab: Lab, name: str, model: Model, x_rows: int) -> None:
                 w = weights[number % len(weights)]  # noqa: B023
                 ops.linear(on, x, w, out, label=part, variant=variant)  # noqa: B023
 
-            report_flops(f"{name} {part} T={x_rows}", variant, lab.time(record), (x_rows, rows, columns))
-        bench_packed(lab, f"{name} {part} T={x_rows}", x, weights, out)
+            seconds = lab.time(record)
+            flops = 2.0 * x_rows * rows * columns / seconds / 1e12
+            print(f"{name} {part} T={x_rows} {variant:36} {seconds * 1e6:9.1f} us {flops:7.1f} TFLOP/s", flush=True)
         lab.clear()
-
-
-def bench_packed(lab: Lab, name: str, x: ops.Rows, weights: list[ops.Matrix], out: ops.Rows) -> None:
-    """The same on matrix cores, packing timed apart; results are compared with the float32 GEMM's."""
-    on = ops.Recorder(lab.device.create_recording("none"), lab.kernels)
-    usable = ops.can_pack(on, weights[0], x.n)
-    on.recording.release()
-    if not usable:
-        return
-    packed = ops.PackedRows(lab.buffer(ops.packed_bytes(x.n, x.width)), x.n, x.width)
-    seconds = lab.time(lambda on, _: ops.pack_rows(on, x, packed, label="pack"))
-    report(name, "pack_rows", seconds, 8 * x.n * x.width)
-    run_once(lab, lambda on: ops.linear(on, x, weights[0], out, label="y"))
-    expected = np.frombuffer(lab.device.download(out.place), np.float32)
-    for exact in (True, False):
-        for variant in packed_candidates(weights[0], x.n, exact=exact):
-
-            def record(on: ops.Recorder, number: int, variant: str = variant) -> None:
-                w = weights[number % len(weights)]
-                ops.linear_packed(on, packed, w, out, label="y", variant=variant)
-
-            run_once(lab, lambda on, record=record: record(on, 0))  # type: ignore[misc]
-            error = relative_error(lab, out.place, expected)
-            shape = (x.n, weights[0].rows, x.width)
-            report_flops(name, variant, lab.time(record), shape, error)
-
-
-def report_flops(
-    name: str, variant: str, seconds: float, shape: tuple[int, int, int], error: float | None = None
-) -> None:
-    """One line."""
-    flops = 2.0 * shape[0] * shape[1] * shape[2] / seconds / 1e12
-    off = "" if error is None else f"  off by {error:.1e}"
-    print(f"{name:34} {variant:44} {seconds * 1e6:9.1f} us {flops:8.1f} TFLOP/s{off}", flush=True)
 
 
 def bench_attention(lab: Lab, name: str, model: Model, keys: int) -> None:
     """The decode kernels over one sequence of so many keys, at several numbers of splits."""
     n_blocks = keys // ops.BLOCK_TOKENS + 1
     size = 2 * n_blocks * ops.BLOCK_TOKENS * model.kv_heads * model.dim
-    copies = min(max(lab.working_set // (2 * size), 1) + 1, 16)
+    copies = min(max(WORKING_SET // (2 * size), 1) + 1, 16)
     table = lab.buffer(4 * n_blocks, np.random.default_rng(1).permutation(n_blocks).astype(np.uint32))
     caches = [
         ops.CacheBlocks(
@@ -275,7 +232,8 @@ def bench_attention(lab: Lab, name: str, model: Model, keys: int) -> None:
                 continue
             on = ops.Recorder(lab.device.create_recording("plan"), lab.kernels)
             plan = ops.plan_attention(
-                *(on, caches[0]),
+                on,
+                caches[0],
                 n_heads=model.heads,
                 n_rows=1,
                 max_keys=max(keys, 32_768),
@@ -284,16 +242,10 @@ def bench_attention(lab: Lab, name: str, model: Model, keys: int) -> None:
             )
             on.recording.release()
             scratch = lab.buffer(max(plan.scratch_bytes, 4), np.zeros(1 << 16, np.uint32))
-            counters = lab.buffer(max(plan.counter_bytes, 4), np.zeros(1, np.uint32))
 
             def record(on: ops.Recorder, number: int, plan: ops.AttentionPlan = plan) -> None:
                 cache = caches[number % len(caches)]
-                ops.attention(
-                    *(on, plan, state, q, cache, out),
-                    scratch=scratch,  # noqa: B023
-                    counters=counters,  # noqa: B023
-                    label="attn",
-                )
+                ops.attention(on, plan, state, q, cache, out, scratch=scratch, label="attn")  # noqa: B023
 
             seconds = lab.time(record)
             report(f"{name} attention {keys} keys", f"{variant} splits {plan.n_splits}", seconds, 2 * size)
@@ -316,8 +268,6 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1], help="rows of activations of a GEMV")
     parser.add_argument("--keys", nargs="+", type=int, default=[128, 4096, 32_768])
-    parser.add_argument("--dispatches", type=int, default=100, help="of each recording")
-    parser.add_argument("--working-set", type=int, default=400, help="MB of weights to walk over: beyond any cache")
     arguments = parser.parse_args()
     device = gpu.open_device(arguments.device)
     if device is None:
@@ -325,7 +275,7 @@ def main() -> int:
         return 1
     with device:
         print(f"{device.info.name}, {device.info.driver} {device.info.driver_version}")
-        lab = Lab(device, dispatches=arguments.dispatches, working_set=arguments.working_set << 20)
+        lab = Lab(device)
         if "empty" in arguments.ops:
             bench_empty(lab)
         for name in arguments.models:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
 from transformers import Qwen2Config, Qwen2ForCausalLM, StaticCache
 
 

@@ -20,8 +20,8 @@ import pytest
 from numpy.typing import NDArray
 from tests.conftest import CheckpointFactory
 from tests.gpu.conftest import VALIDATION, missing, no_messages
-from tools import build_shaders
 
+import build_shaders
 from xinfer import gpu
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import Device

@@ -16,12 +16,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-for _folder in (ROOT, ROOT / "src"):  # a build runs before anything is installed
-    if str(_folder) not in sys.path:
-        sys.path.insert(0, str(_folder))
+if str(ROOT / "src") not in sys.path:  # a build runs before anything is installed
+    sys.path.insert(0, str(ROOT / "src"))
 
-from tools import slang, spirv  # noqa: E402
-
+import slang  # noqa: E402
+import spirv  # noqa: E402
 from xinfer.shaders import BINARIES, MANIFEST, SOURCES, Manifest, source_hash  # noqa: E402
 from xinfer.shaders.catalog import Variant, variants  # noqa: E402
 

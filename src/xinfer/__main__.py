@@ -1,6 +1,19 @@
-"""`python -m xinfer` is the `xinfer` command."""
+"""The `xinfer` command, and `python -m xinfer`. Small, so that Ctrl-C is heard while the rest is being imported."""
 
-from xinfer.cli import main
+import sys
+
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def main() -> None:
+    """Import the command line and run it."""
+    try:
+        from xinfer.cli import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

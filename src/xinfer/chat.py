@@ -22,7 +22,7 @@ from jinja2.utils import Namespace
 from xinfer.errors import ChatTemplateError, RequestError
 from xinfer.template_sandbox import MAX_DEPTH, MAX_SIZE, BoundedEnvironment, Budget, GenerationTag, LimitError, spending
 
-MAX_FILE_BYTES = 64 * 2**20
+MAX_FILE_BYTES = 4 * 2**20  # of a template, or of the JSON that holds it; published ones have some thousands
 
 # The names under which reasoning models' clients pass a turn's reasoning; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")

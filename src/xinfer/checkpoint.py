@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from xinfer import hub
 from xinfer.chat import ChatTemplate
@@ -38,7 +41,15 @@ class Checkpoint:
         """The ids of a prompt: text with the tokenizer's own special tokens, or ids, checked and used as they are."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        ids = [int(token) for token in prompt]
+        if isinstance(prompt, bytes | bytearray | memoryview | Mapping):
+            raise RequestError(f"a prompt of type {type(prompt).__name__}; expected text, or a list of token ids")
+        try:
+            ids = [_token_id(token) for token in prompt]
+        except TypeError:
+            raise RequestError(
+                f"a prompt of type {type(prompt).__name__} that holds more than whole numbers; expected text, "
+                "or a list of token ids"
+            ) from None
         bad = next((token for token in ids if not 0 <= token < self.config.vocab_size), None)
         if bad is not None:
             raise RequestError(f"token id {bad} in the prompt; expected 0 to {self.config.vocab_size - 1}")
@@ -66,6 +77,8 @@ class Checkpoint:
 
     def settings(self, params: SamplingParams | None = None, **overrides: Any) -> Settings:
         """What a request with these values runs with, and where each comes from; draws a seed where none is given."""
+        if not isinstance(params, SamplingParams | None):
+            raise RequestError(f"params of type {type(params).__name__}; expected SamplingParams(...)")
         known = [field.name for field in dataclasses.fields(SamplingParams)]
         unknown = sorted(set(overrides) - set(known))
         if unknown:
@@ -74,7 +87,7 @@ class Checkpoint:
         settings = resolve_settings(params, self.generation_config, self.config)
         # A stop string that is a special token never shows up as text: stop at its id.
         special = {self.tokenizer.special_id(text) for text in params.stop} - {None}
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(32) if params.seed is None else params.seed
         return dataclasses.replace(
             settings,
             params=dataclasses.replace(settings.params, seed=seed),
@@ -82,11 +95,19 @@ class Checkpoint:
         )
 
 
+def _token_id(token: Any) -> int:
+    if isinstance(token, bool | np.bool_):
+        raise TypeError
+    return operator.index(token)
+
+
 def check_context(context: int | None, config: Qwen2Config) -> int:
     """The context to use, in tokens: as asked for, or all that the model was trained for."""
     limit = config.max_context
     if context is None:
         return limit
+    if not isinstance(context, int) or isinstance(context, bool):
+        raise RequestError(f"a context of {context!r}; expected a whole number of tokens")
     if not 2 <= context <= limit:
         raise RequestError(f"a context of {context:,} tokens; expected 2 to {limit:,}, what this model was trained for")
     return context

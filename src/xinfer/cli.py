@@ -10,8 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from xinfer._version import __version__
-from xinfer.errors import ContextLengthError, RequestError, XinferError
+from xinfer.errors import ContextLengthError, NumericalError, RequestError, XinferError
 
 if TYPE_CHECKING:
     from xinfer.llm import LLM, Completion, Conversation, Progress, Stream
@@ -92,7 +92,7 @@ def _root(
 @app.command()
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; read from stdin when absent.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; stdin when absent or -.")] = None,
     *,
     model: Model = "demo",
     device: Device = "auto",
@@ -111,9 +111,9 @@ def generate(
 ) -> None:
     """Continue a text: the answer streams to stdout, statistics go to stderr.
 
-    xinfer generate "ROMEO." --max-tokens 80 --seed 1
+    xinfer generate "ROMEO:" --max-tokens 80 --seed 1
     """
-    text = _read_stdin() if prompt is None else prompt
+    text = _read_stdin() if prompt in (None, "-") else prompt
     with _load(model, device, context) as llm:
         stream = llm.stream(text, **_sampling(ctx))
         if as_json:
@@ -143,19 +143,7 @@ def chat(
 ) -> None:
     """Talk with a model. /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program."""
     with _load(model, device, context) as llm:
-        conversation = llm.conversation(system=system)
-        if sys.stdin.isatty():
-            _say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
-        for line in _lines():
-            if line == "/exit":
-                return
-            if line == "/reset":
-                conversation.reset()
-                _say("(a new conversation)")
-            elif line.startswith("/"):
-                _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
-            elif line:
-                _answer(conversation, line, _sampling(ctx))
+        _converse(llm.conversation(system=system), _sampling(ctx))
 
 
 def _sampling(ctx: typer.Context) -> dict[str, Any]:
@@ -165,15 +153,54 @@ def _sampling(ctx: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in ctx.params.items() if name in SamplingParams.__dataclass_fields__}
 
 
-def _answer(conversation: Conversation, text: str, values: dict[str, Any]) -> None:
+def _converse(conversation: Conversation, values: dict[str, Any]) -> None:
+    """Turns until the end of input. Ctrl-C gives up the line or the answer, wherever it strikes; the program stays."""
+    interactive = sys.stdin.isatty()
+    if not interactive:  # whatever the locale; bad bytes are told of, line by line
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+    if interactive:
+        _edit_lines()
+        _say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+    while True:
+        try:
+            line = _read_line("> " if interactive else "")
+            if line is None or line == "/exit":
+                return
+            _turn(conversation, line, values)
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            _say("\n(stopped; Ctrl-D or /exit leaves)")
+
+
+def _read_line(prompt: str) -> str | None:
+    """The next line without the spaces around it, or None at the end of input."""
     try:
-        _print_stream(conversation.send(text, **values))
-    except KeyboardInterrupt:
-        _say("(stopped)")
-    except ContextLengthError as error:
-        _say(f"error: {error}; or /reset")
-    except RequestError as error:
-        _say(f"error: {error}")
+        return input(prompt).strip()
+    except EOFError:
+        return None
+
+
+def _edit_lines() -> None:
+    with suppress(ImportError):  # Windows has none: its console edits lines itself
+        import readline  # noqa: F401  # input() uses it from here on: arrow keys and history
+
+
+def _turn(conversation: Conversation, line: str, values: dict[str, Any]) -> None:
+    if line == "/reset":
+        conversation.reset()
+        _say("(a new conversation)")
+    elif line.startswith("/"):
+        _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
+    elif any("\ud800" <= char <= "\udfff" for char in line):
+        _say("error: the line is not UTF-8 text")
+    elif line:
+        try:
+            _print_stream(conversation.send(line, **values))
+        except ContextLengthError as error:
+            _say(f"error: {error}; or /reset")
+        except XinferError as error:
+            _say(f"error: {error}")
 
 
 @app.command()
@@ -235,14 +262,27 @@ def logits(
         raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
     if out.suffix != ".npy":
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
+    if not out.parent.is_dir() or out.is_dir():
+        raise RequestError(f"--out {out} is a folder, or lies in none; expected a file name in a folder that exists")
     with _progress_bars() as progress, load_model(_resolve(model), device=device, progress=progress) as loaded:
+        limit = loaded.model.config.max_context
+        if len(ids) > limit:
+            raise ContextLengthError(f"{len(ids):,} tokens; this model takes {limit:,} at most: give fewer")
         values = loaded.model.forward(ids)  # (T, vocab_size)
+        bad = ~np.isfinite(values).all(axis=1)
+        if bad.any():
+            raise NumericalError(
+                f"the logits after token {int(bad.argmax())} are not finite (NaN or infinity); the weights of {model} "
+                "are damaged, or too large for this device"
+            )
         device_name = loaded.device_name
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+    partial = out.parent / f".xinfer-{os.getpid()}.partial"
     try:
         with partial.open("wb") as file:
             np.save(file, values)
         partial.replace(out)
+    except OSError as error:
+        raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
     _say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {device_name}")
@@ -336,33 +376,6 @@ def _read_stdin() -> str:
         raise RequestError(f"stdin is not UTF-8 (byte {error.start}); expected UTF-8 text") from None
 
 
-def _lines() -> Iterator[str]:
-    """Lines the user types, until the end of input. Ctrl-C at the prompt gives up the line."""
-    interactive = sys.stdin.isatty()
-    with _line_editing() if interactive else nullcontext():
-        while True:
-            try:
-                line = input("> " if interactive else "")
-            except EOFError:
-                return
-            except KeyboardInterrupt:
-                if not interactive:
-                    raise
-                _say("\n(Ctrl-D or /exit leaves)")
-                continue
-            except UnicodeDecodeError:
-                _say("error: the line is not UTF-8 text")
-                continue
-            yield line.strip()
-
-
-@contextmanager
-def _line_editing() -> Iterator[None]:
-    with suppress(ImportError):  # Windows has none: its console edits lines itself
-        import readline  # noqa: F401  # input() uses it from here on: arrow keys and history
-    yield
-
-
 def _print_stream(stream: Stream) -> None:
     """Print an answer as it comes; statistics when it ends, also when Ctrl-C ends it."""
     terminal = sys.stdout.isatty()
@@ -388,11 +401,12 @@ def _visible(text: str) -> str:
 
 def _statistics(completion: Completion) -> str:
     stats = completion.stats
+    rate = f" {stats.decode_tokens_per_second:,.1f} tok/s" if stats.generated_tokens > 1 else ""
     cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
     return (
         f"[{stats.device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
-        f"{stats.prefill_tokens_per_second:,.0f} tok/s, answer {stats.generated_tokens:,} tokens "
-        f"{stats.decode_tokens_per_second:,.1f} tok/s, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
+        f"{stats.prefill_tokens_per_second:,.0f} tok/s, answer {stats.generated_tokens:,} tokens"
+        f"{rate}, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
     )
 
 
@@ -446,7 +460,8 @@ def _read_messages(text: str) -> tuple[Any, Any]:
 
 
 def _print_json(value: object) -> None:
-    typer.echo(json.dumps(value, ensure_ascii=False, indent=2, allow_nan=False))
+    narrow = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
+    typer.echo(json.dumps(value, ensure_ascii=narrow, indent=2, allow_nan=False))
 
 
 def _say(text: str) -> None:
@@ -455,23 +470,31 @@ def _say(text: str) -> None:
 
 def _fail(kind: str, message: str) -> None:
     if "--json" in sys.argv:
-        _print_json({"error": {"type": kind, "message": message}})
+        with suppress(OSError):  # it may be the output itself that fails
+            _print_json({"error": {"type": kind, "message": message}})
+            sys.stdout.flush()
     _say(f"error: {message}")
     raise typer.Exit(1) from None
 
 
-def _configure_streams(streams: Iterable[Any]) -> None:
-    """Never fail to print: what a narrow encoding cannot show is escaped."""
-    for stream in streams:
+def _configure_streams() -> None:
+    """Never fail to print: what a narrow encoding cannot show is escaped, and a closed stream leads nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+    for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:
     """The `xinfer` command."""
-    _configure_streams((sys.stdout, sys.stderr))
+    _configure_streams()
     try:
         app()
+    except OSError as error:  # writing the help to a full disk, say
+        _say(f"error: {error}")
+        sys.exit(1)
     except Exception as error:  # a fault of ours: whoever reports it is told how to show us where
         if os.environ.get("XINFER_TRACEBACK"):
             raise

@@ -6,6 +6,7 @@ keeps in step with the KV cache.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -95,14 +96,44 @@ class Engine(Generic[C]):
         self.queued: QueuedModel[C] | None = model if isinstance(model, QueuedModel) else None
         self.context = context  # the most tokens, prompt and answer together, of one sequence
         self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._closed = False
 
     def session(self) -> Session[C]:
         """A sequence of its own, with an empty KV cache."""
+        self.check_usable()
         return Session(self)
+
+    def close(self) -> None:
+        """Refuse all further work; waits for the forward that is running."""
+        self.check_process()
+        with self._lock:
+            self._closed = True
+
+    def check_process(self) -> None:
+        """Refuse a forked child: locks and devices do not survive a fork."""
+        if os.getpid() != self._process:
+            raise RequestError(
+                f"the model was opened in process {self._process} and this is its fork {os.getpid()}; open the model "
+                "after the fork, in the process that uses it"
+            )
+
+    def check_usable(self) -> None:
+        """Refuse work after `close`, and in a forked child."""
+        self.check_process()
+        if self._closed:
+            raise RequestError("the model is closed; open it again")
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        self.check_process()
+        with self._lock:
+            self.check_usable()
+            yield
 
     def forward(self, tokens: Sequence[int], cache: C) -> NDArray[np.float32]:
         """The logits (vocab_size,) after the last of `tokens`."""
-        with self._lock:
+        with self._turn():
             logits = self.model.forward(np.asarray(tokens, dtype=np.int64), cache, last_only=True)  # (1, vocab_size)
         last: NDArray[np.float32] = logits[0]
         return last
@@ -110,7 +141,7 @@ class Engine(Generic[C]):
     def extend(self, tokens: Sequence[int], cache: C) -> None:
         """Append `tokens` to the cache of a `queued` model."""
         assert self.queued is not None
-        with self._lock:
+        with self._turn():
             self.queued.extend(np.asarray(tokens, dtype=np.int64), cache)
 
     def greedy(self, token: int, cache: C, *, limit: int, n_valid: int) -> Generator[int]:
@@ -118,7 +149,7 @@ class Engine(Generic[C]):
         assert self.queued is not None
         with closing(self.queued.greedy(token, cache, limit=limit, n_valid=n_valid)) as tokens:
             for _ in range(limit):
-                with self._lock:
+                with self._turn():
                     chosen = next(tokens)
                 yield chosen
 
@@ -133,6 +164,7 @@ class Session(Generic[C]):
         self._engine = engine
         self._cache = engine.model.make_cache(engine.context)
         self._ids: list[int] = []
+        self._answers = 0  # begun so far; only the last of them may go on
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -140,7 +172,8 @@ class Session(Generic[C]):
         return tuple(self._ids)
 
     def reset(self) -> None:
-        """Forget the sequence."""
+        """Forget the sequence; an answer that was under way cannot go on."""
+        self._answers += 1
         self._truncate(0)
 
     def generate(
@@ -155,20 +188,35 @@ class Session(Generic[C]):
     ) -> Iterator[Step]:
         """Continue `prompt_ids`, one `Step` a token, until a stop id, `max_tokens` or the context's end.
 
-        What the cache already holds of the prompt is not computed again. The iterator may be dropped at any token.
+        What the cache already holds of the prompt is not computed again. The iterator may be dropped at any token; it
+        cannot go on once another answer has begun.
 
         Raises:
-            RequestError: the prompt is empty.
+            RequestError: the prompt is empty, or another answer has begun on this session.
             ContextLengthError: the prompt leaves no room for an answer.
             NumericalError: the logits of a step are not finite.
         """
         check_prompt(prompt_ids, self._engine.context)
-        timing = timing if timing is not None else Timing()
+        self._answers += 1
+        return self._steps(self._answers, prompt_ids, sampler, max_tokens, stop_ids, timing or Timing(), on_prefill)
+
+    def _steps(
+        self,
+        answer: int,
+        prompt_ids: Sequence[int],
+        sampler: Sampler,
+        max_tokens: int | None,
+        stop_ids: Collection[int],
+        timing: Timing,
+        on_prefill: Callable[[int, int], None] | None,
+    ) -> Iterator[Step]:
         timing.prompt_tokens = len(prompt_ids)
         room = self._engine.context - len(prompt_ids)
         limit = room if max_tokens is None else min(room, max_tokens)
         with closing(self._draws(prompt_ids, sampler, limit, timing, on_prefill)) as draws:
             for n in range(1, limit + 1):
+                if answer != self._answers:
+                    raise RequestError("another answer has begun on this conversation; this one cannot go on")
                 started = time.perf_counter()
                 sampled = next(draws)
                 reason: FinishReason | None = None
@@ -272,7 +320,7 @@ def check_prompt(prompt_ids: Sequence[int], context: int) -> None:
     if len(prompt_ids) >= context:
         raise ContextLengthError(
             f"the prompt has {len(prompt_ids):,} tokens and the context holds {context:,}, the answer included; "
-            "shorten the prompt or ask for a larger context (--context)"
+            "shorten the prompt, or ask for a larger context if the model has one (xinfer inspect shows it)"
         )
 
 

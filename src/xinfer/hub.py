@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,9 @@ DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo_model"
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
+_NO_GGUF = (
+    "GGUF files are not supported; use the checkpoint they were made from, a folder with config.json and *.safetensors"
+)
 _INDEX = "model.safetensors.index.json"
 _SMALL_FILES = (
     "config.json",
@@ -42,11 +46,15 @@ def resolve(model: str | Path | None) -> Path:
     """
     if model is None or model == DEMO:
         return DEMO_FOLDER
+    if not isinstance(model, str | Path):
+        raise ModelNotFoundError(f"a model of type {type(model).__name__}; expected a folder or a hub name, as text")
     folder = Path(model or "\0").expanduser()  # "" would be the working folder; no folder has a NUL in its name
     if _is_dir(folder):
-        return folder
+        return _model_folder(folder)
     match = _HUB_NAME.fullmatch(str(model))
     if _exists(folder):
+        if folder.suffix == ".gguf":
+            raise ModelNotFoundError(f"{model}: {_NO_GGUF}")
         raise ModelNotFoundError(
             f"{model} is a file; expected the model's folder, the one that holds config.json: give that folder"
         )
@@ -56,6 +64,16 @@ def resolve(model: str | Path | None) -> Path:
             "and *.safetensors, a hub name such as Qwen/Qwen2.5-0.5B-Instruct, or 'demo' for the bundled model"
         )
     return _download(match["repo"], match["revision"])
+
+
+def _model_folder(folder: Path) -> Path:
+    if os.path.lexists(folder / "config.json"):
+        return folder
+    if any(folder.glob("*.gguf")):
+        raise ModelNotFoundError(f"{folder}: {_NO_GGUF}")
+    raise ModelNotFoundError(
+        f"{folder} holds no config.json; expected a model's folder, with config.json, tokenizer.json and *.safetensors"
+    )
 
 
 def _is_dir(path: Path) -> bool:

@@ -189,7 +189,8 @@ class LLM:
         return Conversation(self, self._engine.session(), system=system)
 
     def close(self) -> None:
-        """Release the model's memory and files. A second close does nothing."""
+        """Release the model's memory and files; what still runs ends in a RequestError. A second close does nothing."""
+        self._engine.close()
         self._loaded.close()
 
     def __enter__(self) -> LLM:
@@ -279,7 +280,8 @@ class LoadedModel:
         self.model = model
         self.device = device  # None: the CPU
         info = None if device is None else device.info
-        self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}"
+        software = " (software)" if info is not None and info.kind == "cpu" else ""
+        self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
     def close(self) -> None:
         """Give back what it holds; a second close does nothing."""

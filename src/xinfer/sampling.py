@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ class SamplingParams:
     repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -132,13 +132,16 @@ class Sampler:
         if invalid_ids is not None:
             assert invalid_ids.shape == (vocab_size,), (invalid_ids.shape, vocab_size)
         self._invalid = None if invalid_ids is None or not invalid_ids.any() else np.flatnonzero(invalid_ids)
-        self._is_invalid = invalid_ids
         bias = params.logit_bias or {}
         self._bias_ids = _ids_within("logit_bias", bias.keys(), vocab_size)
         self._bias = np.array(list(bias.values()), dtype=np.float64)  # (len(bias),)
         self._seen = np.zeros(vocab_size, dtype=np.bool_)  # in the prompt or the answer
         self._seen[_ids_within("the prompt", prompt_ids, vocab_size)] = True
         self._counts = np.zeros(vocab_size, dtype=np.int32)  # in the answer
+        # Used again for every token: fresh megabytes cost more in page faults than the arithmetic on them.
+        self._all_ids = np.arange(vocab_size)
+        self._scores = np.empty(vocab_size)
+        self._weights = np.empty(vocab_size)
 
     @property
     def argmax_below(self) -> int | None:
@@ -157,7 +160,7 @@ class Sampler:
 
         `position` is the new token's place in the sequence; together with the seed it decides the draw.
         """
-        scores = self.scores(logits, position)
+        scores = self._scored(logits, position)
         if self.temperature == 0.0:
             token = int(scores.argmax())
         else:
@@ -167,11 +170,15 @@ class Sampler:
         self._counts[token] += 1
         return self._reported(token, logits)
 
-    def scores(self, logits: NDArray[np.float32], position: int = 0) -> NDArray[np.float64]:
+    def scores(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
         """The logits (vocab_size,) after bias and penalties; -inf at invalid ids."""
+        return self._scored(logits, 0).copy()
+
+    def _scored(self, logits: NDArray[np.float32], position: int) -> NDArray[np.float64]:
         assert logits.shape == (self.vocab_size,), (logits.shape, self.vocab_size)
         _check_finite(logits, position)
-        scores = logits.astype(np.float64)
+        scores = self._scores
+        scores[:] = logits
         if self._bias.size:
             scores[self._bias_ids] += self._bias
         if self.repetition_penalty != 1.0:
@@ -188,7 +195,7 @@ class Sampler:
 
     def distribution(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """The kept ids, most probable first, and their probabilities, which sum to 1: what `sample` draws from."""
-        scores = self.scores(logits)
+        scores = self._scored(logits, 0)
         if self.temperature == 0.0:
             return np.array([scores.argmax()]), np.ones(1)
         ids, weights = self._kept(scores)
@@ -204,12 +211,16 @@ class Sampler:
             # Far fewer exponentials; the margin leaves the borderline to the exact comparison below.
             ids = np.flatnonzero(scores >= highest + self.temperature * (math.log(self.min_p) - 1e-6))
         else:
-            ids = np.arange(scores.size)
+            ids = self._all_ids
+        weights = self._weights[: ids.size]
         # The highest score is subtracted first so that a tiny temperature cannot overflow.
+        np.subtract(scores if ids is self._all_ids else scores[ids], highest, out=weights)
         with np.errstate(over="ignore"):
-            weights = np.exp((scores[ids] - highest) / self.temperature)
+            weights /= self.temperature
+        np.exp(weights, out=weights)
         if self.top_p < 1.0:
-            ids, weights = nucleus(ids, weights / weights.sum(), self.top_p)
+            weights /= weights.sum()
+            ids, weights = nucleus(ids, weights, self.top_p)
         if self.min_p > 0.0:
             keep = weights >= self.min_p * weights.max()
             ids, weights = ids[keep], weights[keep]
@@ -219,9 +230,10 @@ class Sampler:
         wanted = self.params.logprobs
         if wanted is None:
             return Sampled(token, None, ())
-        exact = logits.astype(np.float64)
-        logprobs = exact - exact.max()
-        logprobs -= np.log(np.exp(logprobs).sum())
+        logprobs, work = self._scores, self._weights
+        logprobs[:] = logits
+        logprobs -= logprobs.max()
+        logprobs -= np.log(np.exp(logprobs, out=work).sum())
         chosen = float(logprobs[token])
         if self._invalid is not None:
             logprobs[self._invalid] = -np.inf
@@ -347,7 +359,7 @@ def _check_int(name: str, value: Any, *, low: int, high: int | None = None, do: 
         return
     if not _is_int(value) or value < low or (high is not None and value > high):
         bounds = f"of {low} or more" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name} must be a whole number {bounds}, not {value!r}; {do}")
+        raise RequestError(f"{name} must be a whole number {bounds}, not {_shown(value)}; {do}")
 
 
 def _check_float(
@@ -355,11 +367,28 @@ def _check_float(
 ) -> None:
     if value is None:
         return
-    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
+    if not _is_float(value) or not math.isfinite(value) or not low <= value <= high or (above_low and value == low):
         bounds = f"above {low:g}" if above_low else f"of {low:g} or more"
         limit = "" if high == math.inf else f" and at most {high:g}"
-        raise RequestError(f"{name} must be a finite number {bounds}{limit}, not {value!r}; {do}")
+        raise RequestError(f"{name} must be a finite number {bounds}{limit}, not {_shown(value)}; {do}")
+
+
+def _is_float(value: object) -> bool:
+    """Whether a value is a number that float64 can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _shown(value: object) -> str:
+    """A value for a message; Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"a number of {value.bit_length()} bits"
+    return repr(value)
 
 
 def _checked_stops(stop: object) -> tuple[str, ...]:
@@ -371,6 +400,8 @@ def _checked_stops(stop: object) -> tuple[str, ...]:
     for string in stops:
         if not 1 <= len(string) <= MAX_STOP_LENGTH:
             raise RequestError(f"a stop string has {len(string)} characters; 1 to {MAX_STOP_LENGTH} are allowed")
+        if any("\ud800" <= char <= "\udfff" for char in string):
+            raise RequestError(f"the stop string {string!a} has half characters (lone surrogates); expected text")
     return tuple(dict.fromkeys(stops))
 
 
@@ -386,11 +417,10 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
     if not isinstance(bias, Mapping):
         raise RequestError(f"logit_bias must map token ids to numbers, not {bias!r}")
     for token, value in bias.items():
-        if not _is_int(token) or token < 0:
-            raise RequestError(f"logit_bias has the key {token!r}; keys are token ids, whole numbers of 0 or more")
-        is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-        if not is_number or not value < math.inf:
-            raise RequestError(f"logit_bias for id {token} must be a number below infinity, not {value!r}")
+        if not _is_int(token) or not 0 <= token < 2**31:
+            raise RequestError(f"logit_bias has the key {_shown(token)}; keys are token ids, 0 to 2**31 - 1")
+        if not _is_float(value) or not value < math.inf:
+            raise RequestError(f"logit_bias for id {token} must be a number below infinity, not {_shown(value)}")
     return {int(token): float(value) for token, value in bias.items()}
 
 

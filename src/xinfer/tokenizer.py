@@ -1,8 +1,7 @@
 """Text to token ids and back, by the checkpoint's own tokenizer.
 
-The work is done by the `tokenizers` library. What is added here: files are checked before that library sees them (some
-broken ones make it panic or ask for gigabytes), every failure is a `TokenizerError` or `RequestError`, the files beside
-tokenizer.json have the meaning that transformers gives them, and ids become text one at a time.
+The work is done by the `tokenizers` library. What is added here: every failure is a `TokenizerError` or `RequestError`,
+ids become text one at a time, and stop strings are found in it.
 
 Special tokens that are spelled out in a prompt are recognised, as transformers does: the text "<|im_end|>" is one id.
 """
@@ -11,45 +10,16 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from xinfer.errors import RequestError, TokenizerError
-
-T = TypeVar("T")
-
-MAX_FILE_BYTES = 64 * 2**20  # Qwen's largest tokenizer.json is 20 MB
-
-# How Qwen2 cuts text into words before BPE; its first checkpoints have vocab.json and merges.txt only, so that this
-# stands in no file of theirs.
-QWEN2_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_MODELS = {"BPE", "Unigram", "WordLevel", "WordPiece"}
-# Not here on purpose: `Precompiled` normalizers, whose tables the library trusts (a wrong size ends the process).
-_PARTS = {
-    "normalizer": {
-        "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Prepend", "Replace",
-        "Sequence", "Strip", "StripAccents",
-    },
-    "pre_tokenizer": {
-        "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation",
-        "Sequence", "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
-    },
-    "post_processor": {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"},
-    "decoder": {
-        "BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece",
-    },
-}  # fmt: skip
-_NESTED = ("normalizers", "pretokenizers", "processors", "decoders")
+from xinfer.tokenizer_files import guarded, read_folder, walk
 
 
 class Tokenizer:
@@ -82,18 +52,8 @@ class Tokenizer:
 
         That is tokenizer.json, or vocab.json with merges.txt (Qwen's first form), and tokenizer_config.json.
         """
-        folder = Path(path)
-        config_file = folder / "tokenizer_config.json"
-        config = _read_json(config_file) if config_file.is_file() else {}
-        if (folder / "tokenizer.json").is_file():
-            file = folder / "tokenizer.json"
-            backend = _guarded(lambda: _from_json(file), file)
-        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-            file = folder / "vocab.json"
-            backend = _guarded(lambda: _from_vocab_and_merges(folder), file)
-        else:
-            raise TokenizerError(_missing(folder))
-        return _guarded(lambda: _with_config(cls, backend, config, folder), config_file)
+        backend, special_tokens = read_folder(Path(path))
+        return cls(backend, special_tokens=special_tokens)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -119,7 +79,7 @@ class Tokenizer:
                 f"the text holds half a character (the lone surrogate {text[error.start]!r} at character "
                 f"{error.start}), which has no UTF-8 form; read its source as UTF-8, or with errors='replace'"
             ) from None
-        ids: list[int] = _guarded(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        ids: list[int] = guarded(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -128,7 +88,7 @@ class Tokenizer:
         bad = next((i for i in checked if not 0 <= i < 2**32), None)
         if bad is not None:
             raise RequestError(f"{bad} is not a token id; expected 0 to {self.size - 1}")
-        return str(_guarded(lambda: self._backend.decode(checked, skip_special_tokens=skip_special_tokens)))
+        return str(guarded(lambda: self._backend.decode(checked, skip_special_tokens=skip_special_tokens)))
 
     def token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it (byte-level: "Ġthe"), or None for an id that no token has."""
@@ -334,257 +294,4 @@ def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:
     if backend.decoder is None:
         return frozenset()
     state = json.loads(backend.decoder.__getstate__())
-    return frozenset(part["type"] for part in _walk(state) if part.get("type") != "Sequence")
-
-
-def _walk(part: Any) -> Iterator[dict[str, Any]]:
-    """A tokenizer component and those inside it."""
-    if isinstance(part, dict):
-        yield part
-        for key in _NESTED:
-            inner = part.get(key)
-            for item in inner if isinstance(inner, list) else ():
-                yield from _walk(item)
-
-
-def _guarded(call: Callable[[], T], file: Path | None = None) -> T:
-    """Run what may fail inside the library; a Rust panic arrives as a BaseException of pyo3's own type."""
-    try:
-        return call()
-    except (TokenizerError, RequestError):
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        where = "the tokenizer" if file is None else str(file)
-        found = " ".join(str(error).split())[:300] or type(error).__name__
-        raise TokenizerError(
-            f"{where} cannot be used: {found}; expected the files as the checkpoint's author published them: "
-            "download them again"
-        ) from error
-
-
-def _read_text(file: Path) -> str:
-    try:
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise TokenizerError(
-                f"{file} has {size:,} bytes; expected at most {MAX_FILE_BYTES:,}: this is no tokenizer of a known kind"
-            )
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}; download it again") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return _parsed(_read_text(file), file)
-
-
-def _parsed(text: str, file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{file} is not valid JSON: {error}; download it again") from error
-    if not isinstance(data, dict):
-        raise TokenizerError(f"{file} holds a {type(data).__name__}; expected a JSON object: download it again")
-    return data
-
-
-def _missing(folder: Path) -> str:
-    if not folder.is_dir():
-        return f"{folder} is not a folder; expected a checkpoint's folder with a tokenizer.json"
-    return (
-        f"{folder} has neither tokenizer.json nor vocab.json with merges.txt; take tokenizer.json from the original "
-        "checkpoint, or make it with transformers: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-    )
-
-
-def _from_json(file: Path) -> tokenizers.Tokenizer:
-    text = _read_text(file)
-    data = _parsed(text, file)
-    _check_parts(data, file)
-    _check_model(data.get("model"), file)
-    backend = tokenizers.Tokenizer.from_str(text)
-    for token in data.get("added_tokens") or ():
-        _check_id(backend, token["content"], token["id"], file)
-    return backend
-
-
-def _check_parts(data: dict[str, Any], file: Path) -> None:
-    for name, known in _PARTS.items():
-        whole = data.get(name)
-        if whole is not None and not isinstance(whole, dict):
-            raise TokenizerError(f"{file}: {name} is {whole!r:.80}; expected an object or null: download it again")
-        for part in _walk(whole):
-            kind = part.get("type")
-            if not isinstance(kind, str) or kind not in known:
-                raise TokenizerError(
-                    f"{file}: unsupported {name} {kind!r:.80}; expected one of {', '.join(sorted(known))}"
-                )
-            if kind == "TemplateProcessing":
-                _check_template(part, file)
-
-
-def _check_template(part: dict[str, Any], file: Path) -> None:
-    """The library panics at the first text where a template has a token that its own table lacks."""
-    table = part.get("special_tokens")
-    for form in ("single", "pair"):
-        pieces = part.get(form)
-        for piece in pieces if isinstance(pieces, list) else ():
-            special = piece.get("SpecialToken") if isinstance(piece, dict) else None
-            if isinstance(special, dict) and special.get("id") not in (table if isinstance(table, dict) else ()):
-                raise TokenizerError(
-                    f"{file}: the post_processor puts {special.get('id')!r:.80} around texts, but its special_tokens "
-                    "do not list it; take the file from the original checkpoint"
-                )
-
-
-def _check_model(model: Any, file: Path) -> None:
-    if not isinstance(model, dict):
-        raise TokenizerError(f"{file}: the model is {model!r:.80}; expected an object with a vocabulary")
-    kind = model.get("type", "BPE" if "merges" in model else None)
-    if not isinstance(kind, str) or kind not in _MODELS:
-        raise TokenizerError(f"{file}: unsupported model {kind!r:.80}; expected one of {', '.join(sorted(_MODELS))}")
-    if kind == "BPE" and model.get("continuing_subword_prefix"):
-        # The library panics where a merge is shorter than this prefix.
-        raise TokenizerError(f"{file}: unsupported continuing_subword_prefix in a BPE model; expected none")
-    if kind == "BPE":
-        _check_merges(model.get("vocab"), model.get("merges"), file)
-    vocab, unknown = model.get("vocab"), model.get("unk_id")
-    if kind == "Unigram" and isinstance(unknown, int) and isinstance(vocab, list) and not unknown < len(vocab):
-        raise TokenizerError(f"{file}: unk_id is {unknown}; expected an index into the {len(vocab)} tokens")
-    if model.get("dropout"):
-        raise TokenizerError(f"{file}: dropout {model['dropout']!r:.20} makes token ids random; set it to null")
-
-
-def _check_merges(vocab: Any, merges: Any, file: Path) -> None:
-    """The library panics where a merge makes something longer than every token."""
-    if not isinstance(vocab, dict) or not isinstance(merges, list):
-        raise TokenizerError(f"{file}: the model lacks vocab or merges; expected a table and a list: download it again")
-    for merge in merges:
-        pair = merge.split(" ") if isinstance(merge, str) else merge
-        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
-            raise TokenizerError(f"{file} has the merge {merge!r:.80}; expected two tokens")
-        if pair[0] not in vocab or pair[1] not in vocab or pair[0] + pair[1] not in vocab:
-            raise TokenizerError(
-                f"{file} has the merge {merge!r:.80}, but one of the two, or both together, are no token of the "
-                "vocabulary; take the tokenizer's files from the same checkpoint"
-            )
-
-
-def _check_id(backend: tokenizers.Tokenizer, content: str, expected: int, file: Path) -> None:
-    """Added tokens get ids in order of arrival; where the file says another id, the model was trained for that one."""
-    found = backend.token_to_id(content)
-    if found != expected:
-        raise TokenizerError(
-            f"{file}: the added token {content!r:.80} should have id {expected}, but in order it gets {found}; "
-            "a token before it is missing or listed twice: take the file from the original checkpoint"
-        )
-
-
-def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
-    vocab = _read_json(folder / "vocab.json")
-    lines = _read_text(folder / "merges.txt").split("\n")
-    merges = []
-    for line in lines:
-        if line.strip() and not line.startswith("#version"):
-            left, _, right = line.rstrip("\r").partition(" ")
-            merges.append((left, right))
-    _check_merges(vocab, merges, folder / "merges.txt")
-    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(QWEN2_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _with_config(
-    cls: type[Tokenizer], backend: tokenizers.Tokenizer, config: dict[str, Any], folder: Path
-) -> Tokenizer:
-    """Apply what stands beside tokenizer.json: tokens added later, the names of special ones, BOS and EOS."""
-    file = folder / "tokenizer_config.json"
-    if "added_tokens_decoder" in config:
-        listed = _mapping(config["added_tokens_decoder"], "added_tokens_decoder", file)
-        added = {int(i): _added_token(token, file) for i, token in listed.items()}
-    else:
-        legacy = folder / "special_tokens_map.json"
-        config = {**config, **(_read_json(legacy) if legacy.is_file() else {})}
-        extra = folder / "added_tokens.json"
-        by_text = _read_json(extra) if extra.is_file() else {}
-        special = set(_special_tokens(config, file).values()) | set(_additional(config))
-        added = {i: AddedToken(t, special=t in special, normalized=t not in special) for t, i in by_text.items()}
-    known = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
-    new = {}
-    for token_id, token in sorted(added.items(), key=lambda item: item[0]):
-        if known.get(token.content) != repr(token):  # or with other flags than in tokenizer.json
-            new[token_id] = token
-            known[token.content] = repr(token)
-    backend.add_tokens(list(new.values()))  # at once: every call goes through all tokens there are
-    for token_id, token in new.items():
-        _check_id(backend, token.content, token_id, file)
-    names = _special_tokens(config, file)
-    # A named token that the vocabulary has only as an ordinary one is cut out of the text from now on. One that it
-    # does not have at all is not added: the model has no row for it.
-    named = dict.fromkeys([*names.values(), *_additional(config)])
-    backend.add_tokens(
-        [AddedToken(t, special=True) for t in named if t not in known and backend.token_to_id(t) is not None]
-    )
-    if "add_bos_token" in config or "add_eos_token" in config:
-        bos = names.get("bos_token") if config.get("add_bos_token") else None
-        eos = names.get("eos_token") if config.get("add_eos_token") else None
-        backend.post_processor = _surrounding(backend, bos, eos)
-    return cls(backend, special_tokens=names)
-
-
-def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
-    """The named special tokens: every `..._token` that is a string or an added token."""
-    qwen2 = str(config.get("tokenizer_class", "")).startswith("Qwen2Tokenizer")
-    named = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>") if qwen2 else {}
-    named.update({name: value for name, value in config.items() if name.endswith("_token")})
-    extra = config.get("extra_special_tokens")
-    if isinstance(extra, dict):
-        named.update(extra)
-    tokens = {}
-    for name, value in named.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if isinstance(content, str):
-            tokens[name] = content
-        elif value is not None and not isinstance(value, bool):
-            raise TokenizerError(f"{file}: {name} is {value!r:.80}; expected a string, an added token or null")
-    return tokens
-
-
-def _additional(config: Mapping[str, Any]) -> list[str]:
-    listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    found = [token.get("content") if isinstance(token, dict) else token for token in listed]
-    return [token for token in found if isinstance(token, str)]
-
-
-def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{file}: {name} is {value!r:.80}; expected an object")
-    return value
-
-
-def _added_token(token: Any, file: Path) -> AddedToken:
-    fields = _mapping(token, "an added token", file)
-    if not isinstance(fields.get("content"), str):
-        raise TokenizerError(f"{file}: the added token {token!r:.80} has no content; expected a string")
-    flags = {name: bool(fields[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in fields}
-    return AddedToken(fields["content"], special=bool(fields.get("special")), **flags)
-
-
-def _surrounding(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.TemplateProcessing:
-    tokens = [token for token in (bos, eos) if token is not None]
-    for token in tokens:
-        if backend.token_to_id(token) is None:
-            raise TokenizerError(f"every text should begin or end with {token!r}, which the vocabulary does not have")
-    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    return processors.TemplateProcessing(
-        single=single, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(tokens)]
-    )
+    return frozenset(part["type"] for part in walk(state) if part.get("type") != "Sequence")

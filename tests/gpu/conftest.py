@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from tests.gpu.op_bench import Bench
-from tools import build_shaders
 
+import build_shaders
 from xinfer import gpu, ops
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import Device

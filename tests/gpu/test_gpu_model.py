@@ -15,8 +15,8 @@ import pytest
 from numpy.typing import ArrayLike, NDArray
 from safetensors.numpy import load_file, save_file
 from tests.conftest import CheckpointFactory
-from tools import build_shaders
 
+import build_shaders
 from xinfer.errors import ContextLengthError, NumericalError, OutOfMemoryError, RequestError, WeightsError
 from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
 from xinfer.gpu_model import QwenModel, memory

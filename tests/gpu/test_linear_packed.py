@@ -11,8 +11,8 @@ import dataclasses
 import numpy as np
 import pytest
 from tests.gpu.op_bench import Array, Bench, assert_close, random_weights, sum_tolerance
-from tools import build_shaders
 
+import build_shaders
 from xinfer import ops
 from xinfer.gpu.api import KernelCode
 from xinfer.model import reference

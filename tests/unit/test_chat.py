@@ -211,7 +211,7 @@ def test_broken_files_are_named(name: str, raw: bytes, tmp_path: Path) -> None:
 GROW = "{% set ns = namespace(x='aaaaaaaa', l=[1], t=(1,)) %}"
 HOSTILE = {
     "loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "loops whose test refuses": "{% for i in range(999) %}{% for j in range(99999) if false %}{% endfor %}{% endfor %}",
+    "loops whose test refuses": "{% set r = range(99999) %}" + "{% for i in r if false %}{% endfor %}" * 1500,
     "range": "{{ range(10000000000) | list }}",
     "loop over a long string": "{% for c in 'a' * 8000000 %}{{ c }}{% endfor %}",
     "recursive loop": "{% for i in [[1]] recursive %}{{ loop([i]) }}{% endfor %}",

@@ -3,15 +3,19 @@
 import json
 import os
 import pty
+import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from xinfer import LLM
 from xinfer.model.reference import ReferenceModel
@@ -30,9 +34,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("cli") / "gqa", PRESETS["gqa"], seed=11)
 
 
-def run(*arguments: object, stdin: bytes = b"", status: int = 0) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, stdin: bytes = b"", status: int = 0, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, "-m", "xinfer", *map(str, arguments)], input=stdin, capture_output=True, timeout=120
+        [sys.executable, "-m", "xinfer", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **(environment or {})},
     )
     result = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
     assert result.returncode == status, result.stderr
@@ -86,12 +96,17 @@ def test_generate_gives_logprobs_and_honours_stop(folder: Path, llm: LLM) -> Non
         (("logits", "--tokens", "1,x", "--out", "a.npy"), b"", "whole numbers"),
         (("logits", "--tokens", "1", "--out", "a.txt"), b"", ".npy"),
         (("logits", "--tokens", "999999999", "--out", "a.npy"), b"", "vocabulary"),
-        (("logits", "--tokens", "1", "--out", "/no/such/folder/a.npy"), b"", "/no/such/folder"),
+        (("logits", "--tokens", "1", "--out", "/no/such/folder/a.npy"), b"", "folder that exists"),
         (("explain", "{broken"), b"", "not JSON"),
         (("explain", "missing.json"), b"", "cannot read the messages"),
         (("explain", '{"mesages": []}'), b"", "mesages"),
         (("synth", "/tmp/x", "--preset", "nope"), b"", "gqa"),
+        (("logits", "--tokens", "1", "--out", "."), b"", "--out ."),
+        (("logits", "--tokens", ",".join(["1"] * 2049), "--out", "a.npy"), b"", "2,049 tokens"),
+        (("generate", "--stop", "\udcff", "x"), b"", "half characters"),
         (("synth", "/dev/null/x"), b"", "/dev/null"),
+        (("synth", "x\udcff"), b"", "cannot be written"),
+        (("synth", "x", "--k-bias-scale", "nan"), b"", "nan"),
     ],
 )
 def test_what_goes_wrong_is_one_message_and_exit_status_1(
@@ -208,12 +223,52 @@ def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
     assert b"Error" not in done.stderr
 
 
-def wait_for(output: int, text: bytes, seen: bytes = b"") -> bytes:
-    deadline = time.monotonic() + 60
-    while text not in seen:
-        assert time.monotonic() < deadline, seen
-        seen += os.read(output, 4096)
-    return seen
+def hear_interrupts() -> None:
+    """In a child: undo what `nohup` or a shell's `&` may have done to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class Terminal:
+    """A program on a pseudo-terminal; every wait is bounded."""
+
+    def __init__(self, *command: str) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True, preexec_fn=hear_interrupts
+        )
+        os.close(slave)
+        self.seen = b""  # what came after what was last waited for
+
+    def wait_for(self, pattern: bytes) -> None:
+        """Read on until `pattern` (a regular expression) has come."""
+        deadline = time.monotonic() + 100
+        while not (match := re.search(pattern, self.seen)):
+            ready, _, _ = select.select([self.master], [], [], 1.0)
+            assert time.monotonic() < deadline, self.seen
+            if ready:
+                self.seen += os.read(self.master, 4096)
+        self.seen = self.seen[match.end() :]
+
+    def type(self, text: bytes) -> None:
+        os.write(self.master, text)
+
+    def interrupt(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Callable[..., Terminal]]:
+    opened: list[Terminal] = []
+
+    def open_terminal(*command: str) -> Terminal:
+        opened.append(Terminal(*command))
+        return opened[-1]
+
+    yield open_terminal
+    for each in opened:
+        each.process.kill()
+        each.process.wait(60)
+        os.close(each.master)
 
 
 def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
@@ -229,7 +284,9 @@ def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
         "2000",
         "x",
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_interrupts
+    ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(1)
@@ -241,22 +298,95 @@ def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
     assert b"stopped" in errors  # the statistics of what there was
 
 
-def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path) -> None:
-    command = [sys.executable, "-m", "xinfer", "chat", "--model", str(folder), "--temperature", "0"]
-    master, slave = pty.openpty()
-    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, start_new_session=True) as process:
-        os.close(slave)
-        wait_for(master, b"> ")
-        os.write(master, b"Who?\n")
-        wait_for(master, b"\n", wait_for(master, b"Who?"))
+def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path, terminal: Callable[..., Terminal]) -> None:
+    chat = terminal(sys.executable, "-m", "xinfer", "chat", "--model", str(folder), "--temperature", "0")
+    chat.wait_for(b"> ")
+    chat.type(b"Who?\n")
+    chat.wait_for(rb"Who\?\r\n.{20}")  # the answer has begun; greedily it goes on to the context's end
+    chat.interrupt()
+    chat.wait_for(rb"tok/s.*\r\n\r\n\(stopped; Ctrl-D or /exit leaves\)\r\n> ")
+    chat.interrupt()  # at the prompt: the line is given up, the program stays
+    chat.wait_for(rb"\(stopped; Ctrl-D or /exit leaves\)\r\n> ")
+    chat.type(b"/nope\n")
+    chat.wait_for(b"not a command")
+    chat.type(b"/exit\n")
+    assert chat.process.wait(60) == 0
+
+
+@pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
+def test_chat_tells_of_lines_that_are_not_text_and_goes_on(folder: Path, encoding: str) -> None:
+    lines = b"hi\n" + b"\xff\xfe\n" + "é\n".encode()
+    result = run("chat", "--model", folder, "--max-tokens", 2, stdin=lines, environment={"PYTHONIOENCODING": encoding})
+    assert result.stderr.count("not UTF-8") == 1
+    assert result.stderr.count("answer") == 2
+
+
+def test_chat_goes_on_after_a_template_refuses(folder: Path, tmp_path: Path) -> None:
+    strict = tmp_path / "strict"
+    shutil.copytree(folder, strict)
+    (strict / "chat_template.jinja").write_text("{{ raise_exception('no') if messages[-1].content == 'a' else 'b' }}")
+    result = run("chat", "--model", strict, "--max-tokens", 2, stdin=b"a\nb\n")
+    assert "error: " in result.stderr
+    assert "answer" in result.stderr
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii", "utf-8"])
+def test_json_is_json_in_every_encoding(folder: Path, encoding: str) -> None:
+    command = [sys.executable, "-m", "xinfer", "explain", str(folder), "\N{GRINNING FACE} \u00e9", "--json"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding}, timeout=120)
+    assert "\N{GRINNING FACE} \u00e9" in json.loads(done.stdout.decode(encoding))["prompt"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+def test_closed_streams_are_no_fault(folder: Path, closed: str) -> None:
+    command = f"{sys.executable} -m xinfer generate --model {folder} --temperature 0 --max-tokens 3 x {closed}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120)
+    assert done.returncode == 0
+    assert b"rror" not in done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", ["generate --max-tokens 3 x", "generate --json --max-tokens 3 x", "--help"])
+def test_a_full_disk_is_said(folder: Path, arguments: str) -> None:
+    model = "" if arguments == "--help" else f"--model {folder}"
+    command = f"{sys.executable} -m xinfer {arguments} {model} >/dev/full"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120)
+    assert done.returncode == 1
+    assert b"error: [Errno 28]" in done.stderr
+    assert b"internal" not in done.stderr
+
+
+def test_logits_that_are_not_numbers_are_refused(folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    weights = {name: array.copy() for name, array in load_file(broken / "model.safetensors").items()}
+    weights["model.norm.weight"][0] = np.inf
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    result = run("logits", "--model", broken, "--tokens", "1,2", "--out", tmp_path / "l.npy", status=1)
+    assert "not finite" in result.stderr
+    assert not (tmp_path / "l.npy").exists()
+
+
+def test_a_synth_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = f"ulimit -f 50; {sys.executable} -m xinfer synth {tmp_path}/big"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, timeout=120)
+    assert done.returncode == 1
+    assert b"cannot be written" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.1, 0.2, 0.4])
+def test_ctrl_c_while_starting_shows_no_traceback(folder: Path, delay: float) -> None:
+    command = [sys.executable, "-m", "xinfer", "generate", "--model", str(folder), "--max-tokens", "2000", "x"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_interrupts
+    ) as process:
+        time.sleep(delay)
         process.send_signal(signal.SIGINT)
-        seen = wait_for(master, b"> ")
-        process.send_signal(signal.SIGINT)  # at the prompt: the line is given up, the program stays
-        wait_for(master, b"leaves")
-        os.write(master, b"/exit\n")
-        assert process.wait(60) == 0
-        assert b"Traceback" not in seen
-    os.close(master)
+        _, errors = process.communicate(timeout=60)
+    # Before our first line runs, Python itself reports the signal; from there on it is ours.
+    assert b"xinfer/cli.py" not in errors
+    assert process.returncode in (130, -signal.SIGINT)
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:

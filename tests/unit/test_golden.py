@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.golden import format as golden
 
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import PRESETS
 from xinfer.model.weights import ModelWeights
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # where tests/ is
-
-from tests.golden import format as golden
 
 LIMIT = 1e-5  # relative L2 error
 

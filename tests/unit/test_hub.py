@@ -150,12 +150,29 @@ def test_an_unreachable_hub_is_said(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "no such", "a/b/c", "../x", "x\0y", "a" * 5000, "-/-"])
-def test_what_is_neither_folder_nor_hub_name_is_refused(name: str) -> None:
+def test_what_is_neither_folder_nor_hub_name_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ModelNotFoundError, match="no folder"):
         resolve(name)
 
 
+def test_gguf_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for name in (tmp_path, tmp_path / "model.gguf"):
+        with pytest.raises(ModelNotFoundError, match="GGUF"):
+            resolve(name)
+
+
+def test_a_folder_that_is_no_model_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json"):
+        resolve(tmp_path)
+
+
 def test_folders_and_the_demo(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
     assert resolve(tmp_path) == tmp_path
     assert resolve(str(tmp_path)) == tmp_path
     assert resolve(None) == resolve("demo") == DEMO_FOLDER

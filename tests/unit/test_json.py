@@ -85,7 +85,7 @@ def test_too_large(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(_json.MAX_JSON_BYTES + 1)  # a hole: it takes no space
-    with pytest.raises(ConfigError, match="is larger than 33554432 bytes"):
+    with pytest.raises(ConfigError, match="is larger than 4194304 bytes"):
         Qwen2Config.from_json(path)
 
 

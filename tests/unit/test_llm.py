@@ -1,15 +1,26 @@
 """Text in, text out, on synthetic checkpoints: compared with the pieces that LLM is made of, used by hand."""
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from xinfer import LLM, SamplingParams
-from xinfer.errors import ChatTemplateError, ContextLengthError, DeviceError, NumericalError, RequestError
+from xinfer.errors import (
+    ChatTemplateError,
+    ContextLengthError,
+    DeviceError,
+    ModelNotFoundError,
+    NumericalError,
+    RequestError,
+)
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import PRESETS, write_checkpoint
 from xinfer.model.weights import ModelWeights
@@ -222,3 +233,113 @@ def test_progress_reports_loading_to_the_end(folder: Path) -> None:
         done = [(done, total) for name, done, total in seen if name == stage]
         assert done[-1][0] == done[-1][1]
         assert done == sorted(done)
+
+
+def test_an_answer_cannot_go_on_once_another_has_begun(llm: LLM) -> None:
+    talk = llm.conversation()
+    first = talk.send("Who?", GREEDY)
+    next(first)
+    second = talk.send("Why?", GREEDY)
+    with pytest.raises(RequestError, match="another answer has begun"):
+        next(first)
+    for _ in second:
+        pass
+    assert [message["content"] for message in talk.messages if message["role"] == "user"] == ["Who?", "Why?"]
+    assert llm.chat(talk.messages[:-1], GREEDY).token_ids == second.completion.token_ids
+
+
+def test_reset_ends_the_answer_under_way(llm: LLM) -> None:
+    talk = llm.conversation()
+    stream = talk.send("Who?", GREEDY)
+    next(stream)
+    talk.reset()
+    with pytest.raises(RequestError, match="another answer has begun"):
+        next(stream)
+    assert talk.messages == []
+
+
+def test_after_close_everything_says_so(folder: Path) -> None:
+    llm = LLM(folder)
+    talk, stream = llm.conversation(), llm.stream("x", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    for use in (
+        lambda: llm.generate("x"),
+        lambda: llm.chat("x"),
+        lambda: next(stream),
+        llm.conversation,
+        lambda: list(talk.send("x")),
+    ):
+        with pytest.raises(RequestError, match="the model is closed"):
+            use()
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about forks with threads
+def test_a_forked_child_is_told_and_does_not_wait_for_ever(llm: LLM) -> None:
+    with llm._engine._lock:  # as when another thread is in a forward
+        child = os.fork()
+        if child == 0:
+            try:
+                llm.generate("x", GREEDY)
+            except RequestError as error:
+                os._exit(7 if "fork" in str(error) else 8)
+            finally:
+                os._exit(9)
+        deadline = time.monotonic() + 60
+        while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(0.05)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
+
+
+@pytest.mark.parametrize(
+    "prompt", [123, None, object(), [None], [[1]], ["a"], [1.5], [float("nan")], [True], {1: 2}, b"hi", np.ones((2, 2))]
+)
+def test_what_is_neither_text_nor_ids_is_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="expected text"):
+        llm.generate(prompt, GREEDY)
+
+
+def test_ids_may_be_an_array(llm: LLM) -> None:
+    assert llm.generate(np.array([5, 6, 7]), GREEDY).prompt_token_ids == (5, 6, 7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("context", ["5", 5.0, True])
+def test_a_context_is_a_whole_number(folder: Path, context: Any) -> None:
+    with pytest.raises(RequestError, match="whole number"):
+        LLM(folder, context=context)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, "x", 3])
+def test_params_are_sampling_params(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate("x", params)
+
+
+@pytest.mark.parametrize("model", [1, b"x", 2.5])
+def test_a_model_is_named_in_text(model: Any) -> None:
+    with pytest.raises(ModelNotFoundError, match="as text"):
+        LLM(model)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"temperature": 10**400},
+        {"top_p": 10**400},
+        {"logit_bias": {1: 10**400}},
+        {"logit_bias": {10**30: 1.0}},
+        {"seed": 10**5000},
+        {"stop": "\ud800"},
+    ],
+)
+def test_numbers_and_texts_beyond_reason_are_refused(values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        SamplingParams(**values)
+
+
+def test_params_with_a_bias_can_be_hashed_and_compared() -> None:
+    biased = [SamplingParams(logit_bias={1: 2.0}) for _ in range(2)]
+    assert len({*biased, SamplingParams()}) == 2

@@ -105,6 +105,16 @@ def test_converting_each_time_is_the_same(
     assert error(np.concatenate(parts), kept.forward(tokens)) < 1e-6
 
 
+@pytest.mark.parametrize("preset", ["bf16", "f16", "sharded", "odd_sizes"])
+def test_weights_read_in_blocks_are_the_same(
+    preset: str, checkpoint: Checkpoint, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = load(checkpoint(preset)).forward([3, 300, 17, 330])
+    for rows in (1, 7, 50):
+        monkeypatch.setattr(reference, "_READ_BLOCK_BYTES", 4 * 64 * rows)
+        assert (load(checkpoint(preset)).forward([3, 300, 17, 330]) == expected).all()
+
+
 def taps_of(model: ReferenceModel, tokens: NDArray[np.int64], **kwargs: Any) -> dict[str, Array]:
     seen: dict[str, Array] = {}
 

@@ -117,6 +117,19 @@ def test_frequencies_are_the_nearest_float32(theta: float, dim: int) -> None:
     assert got[0] == 1
 
 
+def test_angles_are_rounded_to_float32() -> None:
+    """As transformers rounds them, and as checkpoints were trained: a thousandth of a radian at position 30,000."""
+    config = config_with(head_dim=64)
+    frequency, _ = reference.rope_frequencies(config)
+    positions = [1, 77, 2049, 30011]
+    cos, sin = reference.rope_tables(config, positions)
+    exact = [[position * float(f) for f in frequency] for position in positions]
+    angles = [[struct.unpack("<f", struct.pack("<f", angle))[0] for angle in row] for row in exact]
+    np.testing.assert_allclose(cos, np.cos(angles), rtol=0, atol=4e-8)
+    np.testing.assert_allclose(sin, np.sin(angles), rtol=0, atol=4e-8)
+    assert np.abs(cos - np.cos(exact)).max() > 2e-4
+
+
 def yarn_config(*, factor: float = 4.0, truncate: bool = True, attention_factor: float = 1.25) -> Qwen2Config:
     yarn = YarnScaling(
         factor=factor, original_max_position_embeddings=1024, attention_factor=attention_factor, truncate=truncate

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tools import build_shaders, spirv
 
+import build_shaders
+import spirv
 from xinfer import ops, shaders
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import MAX_BUFFERS, MAX_CONSTANTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tracemalloc
 import unicodedata
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from xinfer import tokenizer as module
+from xinfer import tokenizer_files
 from xinfer.errors import RequestError, TokenizerError
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 
@@ -182,7 +184,7 @@ def test_ids_that_no_token_has_decode_to_nothing() -> None:
 # One id at a time.
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data(), skip=st.booleans())
 def test_pieces_put_together_are_the_whole(any_tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(st.lists(st.integers(0, any_tokenizer.size + 2), max_size=40))
@@ -200,10 +202,13 @@ def waiting(raw: bytes) -> int:
         except UnicodeDecodeError as error:
             if (error.reason, error.start, error.end) == ("unexpected end of data", 0, count):
                 return count
+        # Python holds the first two bytes of a surrogate until the third, though UTF-8 has no such character.
+        if count == len(tail) == 2 and tail[0] == 0xED and 0xA0 <= tail[1] <= 0xBF:
+            return count
     return 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(text=st.text(max_size=20), cut=st.integers(0, 80), noise=st.binary(max_size=6))
 def test_bytes_wait_for_their_character_and_no_longer(text: str, cut: int, noise: bytes) -> None:
     raw = text.encode()
@@ -295,14 +300,23 @@ def matched(pieces: list[str], stops: list[str]) -> Iterator[str | bool]:
     yield False
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
-    pieces=st.lists(st.text("abc", max_size=5), max_size=12),
-    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=4),
+    pieces=st.lists(st.text("ab", max_size=5), max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4),
 )
 def test_stop_strings_are_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
     *shown, stopped = matched(pieces, stops)
     assert ("".join(map(str, shown)), stopped) == first_stop("".join(pieces), stops)
+
+
+def test_every_short_stop_string_is_found_in_every_short_text() -> None:
+    """All of them over two letters: a stop string that begins again within itself is where matching goes wrong."""
+    texts = ["".join(letters) for letters in itertools.product("ab", repeat=9)]
+    for stop in ("".join(letters) for size in range(1, 6) for letters in itertools.product("ab", repeat=size)):
+        for text in texts:
+            *shown, stopped = matched([text[:4], text[4:]], [stop])
+            assert ("".join(map(str, shown)), stopped) == first_stop(text, [stop]), (stop, text)
 
 
 def test_text_that_may_become_a_stop_string_waits() -> None:
@@ -417,7 +431,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "vocab id fraction": (changed("model", "vocab", "h", to=1.5), "cannot be used"),
     "vocab id huge": (changed("model", "vocab", "h", to=2**40), "cannot be used"),
     "merge of three": (changed("model", "merges", 0, to=["a", "b", "c"]), "expected two tokens"),
-    "merge of numbers": (changed("model", "merges", 0, to=[1, 2]), "expected two tokens"),
+    "merge of numbers": (changed("model", "merges", 0, to=[1, 2]), "are no token"),
     "merge into nothing": (changed("model", "merges", 0, to=["h", "hello"]), "are no token of the vocabulary"),
     "merge of nothing": (changed("model", "merges", 0, to=["", "h"]), "are no token of the vocabulary"),
     "prefix": (changed("model", "continuing_subword_prefix", to="##"), "continuing_subword_prefix"),
@@ -438,7 +452,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
             "pre_tokenizer",
             to={"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False},
         ),
-        "cannot be used",
+        "cannot be used|pattern",
     ),
     "decoder unknown": (changed("decoder", to={"type": "CTC"}), "unsupported decoder 'CTC'"),
     "template without its token": (changed("post_processor", to=TEMPLATE), "'<s>' around texts"),
@@ -505,10 +519,11 @@ def test_merges_that_do_not_fit_the_vocabulary(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path).encode("ab") == [2]
 
 
-def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
     write(tmp_path)
-    monkeypatch.setattr(module, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(TokenizerError, match=r"expected at most 1,000"):
+    with (tmp_path / "tokenizer.json").open("r+b") as file:
+        file.truncate(tokenizer_files.MAX_FILE_BYTES + 1)  # sparse: takes no room
+    with pytest.raises(TokenizerError, match=r"has 67,108,865 bytes; expected at most 67,108,864"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -525,9 +540,9 @@ def test_a_panic_is_an_error_and_an_interrupt_stays_one() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(TokenizerError, match="slice index starts at 3"):
-        module._guarded(panics)
+        tokenizer_files.guarded(panics)
     with pytest.raises(KeyboardInterrupt):
-        module._guarded(interrupted)
+        tokenizer_files.guarded(interrupted)
 
 
 def test_a_real_panic_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:

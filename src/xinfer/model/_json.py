@@ -11,7 +11,8 @@ from typing import Any, BinaryIO, NoReturn
 
 from xinfer.errors import CheckpointError
 
-MAX_JSON_BYTES = 32 << 20
+# A shard index of 1,024 layers takes 1 MB. More is not worth reading: a byte of JSON can become thirty in memory.
+MAX_JSON_BYTES = 4 << 20
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -63,7 +64,9 @@ def open_regular(path: Path, *, error: type[CheckpointError]) -> BinaryIO:
                 f"{path} is a link to {path.readlink()}, which does not exist: the download may be incomplete; "
                 "fetch the model again"
             ) from problem
-        raise error(f"{path} does not exist") from problem
+        raise error(
+            f"{path} does not exist; expected it in the model's folder, beside the *.safetensors files"
+        ) from problem
     except (OSError, ValueError) as problem:  # ValueError: a NUL in the name
         raise error(f"{path} cannot be opened: {problem}") from problem
 

@@ -23,7 +23,10 @@ from xinfer.errors import WeightsError
 from xinfer.model._json import open_regular, parse_json_object, shown
 
 _LENGTH_BYTES: Final = 8
-_MAX_HEADER_BYTES: Final = 100_000_000  # the format's own limit
+# The format allows a header of 100 MB; the largest model that a config may describe, of 1,024 layers, has one of 2 MB
+# with 13,315 tensors, and reading many more would take long for nothing.
+_MAX_HEADER_BYTES: Final = 4 << 20
+_MAX_TENSORS: Final = 1 << 14
 _MAX_DIMENSIONS: Final = 16
 _GIT_LFS_POINTER: Final = b"version https://git-lfs.github.com/spec/v1"
 
@@ -111,6 +114,11 @@ class SafetensorsFile:
             raise WeightsError(f"{where} does not start with a brace; expected JSON: download the file again")
         entries = parse_json_object(bytes(header), where=where, error=WeightsError)
         _check_metadata(entries.pop("__metadata__", None), where)
+        if len(entries) > _MAX_TENSORS:
+            raise WeightsError(
+                f"{where} lists {len(entries)} tensors; expected at most {_MAX_TENSORS}, more than any model of this "
+                "kind has: use the original checkpoint"
+            )
         tensors = {name: _stored_tensor(name, entry, where, data_start) for name, entry in entries.items()}
         _check_ranges(tensors, self.path, data_start, size)
         return tensors

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final, Literal
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from xinfer.errors import RequestError
@@ -29,6 +31,7 @@ TURN_END: Final = "<|im_end|>"
 
 MIN_VOCAB: Final = 288  # 256 bytes, the special tokens, a few merges and the padding
 _PADDING_ROWS: Final = 8  # at least so many embedding rows past the tokenizer's last id, as real checkpoints have them
+MAX_BIAS_SCALE: Final = 1e6  # times 0.3: far above trained biases, and finite in every type but f16
 _MAX_MERGED_VOCAB: Final = 700  # what `_TEXT` is long enough to teach
 
 _DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
@@ -165,17 +168,31 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, seed: int) -> Path:
     tensor_count = len(names.expected_shapes(config))
     if not 1 <= spec.shards <= tensor_count:
         raise RequestError(f"{spec.shards} shards; expected 1 to {tensor_count}, the number of tensors")
+    if not 0.0 <= spec.k_bias_scale <= MAX_BIAS_SCALE:
+        raise RequestError(f"a scale of {spec.k_bias_scale} for the key biases; expected 0 to {MAX_BIAS_SCALE:g}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        str(folder).encode()  # a library below takes names as UTF-8 only
+        if folder.exists() and any(folder.iterdir()):
             raise RequestError(f"{folder} is not empty; give a new folder, so that nothing is overwritten")
-        _write_json(folder / CONFIG_FILE, spec.config_json())
-        _write_json(folder / GENERATION_CONFIG_FILE, _generation_config(spec))
-        _write_weights(folder, random_weights(spec, config, seed=seed), spec.shards)
-    except OSError as problem:
-        raise RequestError(f"{folder} cannot be written: {problem}") from problem
-    _write_tokenizer(folder, spec)
+        _write_whole(folder, spec, random_weights(spec, config, seed=seed))
+    except (OSError, UnicodeEncodeError, SafetensorError) as problem:
+        raise RequestError(f"{folder!s:.200} cannot be written: {problem}") from problem
     return folder
+
+
+def _write_whole(folder: Path, spec: SyntheticSpec, weights: Mapping[str, NDArray[Any]]) -> None:
+    """Write all files or none: into a folder beside it, which then takes its place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".xinfer-", ignore_cleanup_errors=True) as made:
+        partial = Path(made) / "checkpoint"
+        partial.mkdir()
+        _write_json(partial / CONFIG_FILE, spec.config_json())
+        _write_json(partial / GENERATION_CONFIG_FILE, _generation_config(spec))
+        _write_weights(partial, weights, spec.shards)
+        _write_tokenizer(partial, spec)
+        if folder.exists():
+            folder.rmdir()  # it is empty
+        partial.rename(folder)
 
 
 def random_weights(spec: SyntheticSpec, config: Qwen2Config, *, seed: int) -> dict[str, NDArray[Any]]:
