@@ -29,14 +29,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xinfer import gpu
+from xinfer import gpu, ops
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model.forward import Tuning
 from xinfer.kv_cache import KVCache
 from xinfer.model import names
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
+from xinfer.ops._linear import gemv_candidates
 
 PARITY_TOKENS = {"tiny": 24, "0.5b": 64, "1.5b": 32, "7b": 16}
 PARITY_LIMIT = 1e-4
@@ -119,7 +121,9 @@ def write_checkpoint(folder: Path, size: str) -> None:
             if mean:
                 file.write((mean + scale * normal[: shape[0]]).astype(np.float16).tobytes())
                 continue
-            block = scaled.setdefault(scale, (normal * np.float32(scale)).astype(np.float16))
+            if scale not in scaled:
+                scaled[scale] = (normal * np.float32(scale)).astype(np.float16)
+            block = scaled[scale]
             left, at = int(np.prod(shape)), zlib.crc32(name.encode()) % (1 << 20)
             while left:
                 part = block[at : at + left]
@@ -159,24 +163,43 @@ def repeated(measure: Callable[[], float], *, times: int, deadline: Deadline) ->
     return statistics.median(values)
 
 
-def copy_bandwidth(device: Device) -> float:
-    """Bytes read and written a second by copies within device memory that no cache holds."""
-    size = min(4 << 30, device.info.max_allocation, device.memory().free // 3) // 256 * 256
-    source, target = (device.create_buffer(size, "device", "copy") for _ in range(2))
-    device.upload(source[: 64 << 20], np.random.default_rng(1).bytes(64 << 20))
-    recording = device.create_recording("copy")
-    recording.timestamp("begin")
-    recording.copy(source, target)
-    recording.barrier()
-    recording.timestamp("end")
-    recording.finish()
-    seconds = []
-    for _ in range(5):
-        device.wait(device.submit(recording))
-        seconds.append(device.timestamps(recording)[1][1])
-    for held in (recording, source, target):
-        held.release()
-    return 2 * size / statistics.median(seconds)
+def bandwidths(device: Device) -> dict[str, float]:
+    """Bytes read and written a second within device memory that no cache holds: the driver's copy, and a kernel's.
+
+    The kernel is `add`: two floats read and one written. It is what steps are measured by: the driver may copy with an
+    engine that is slower than its multiprocessors.
+    """
+    size = min(2 << 30, device.info.max_storage_range, device.memory().free // 3) // (1 << 16) * (1 << 16)
+    buffers = [device.create_buffer(size, "device", "bandwidth") for _ in range(2)]
+    noise = np.random.default_rng(1).standard_normal(1 << 22, dtype=np.float32)
+    for buffer in buffers:
+        for start in range(0, size, noise.nbytes):
+            device.upload(buffer[start : min(start + noise.nbytes, size)], noise.view(np.uint8).data[: size - start])
+    width = 1 << 14
+    x, y = (ops.Rows.dense(buffer, size // 4 // width, width) for buffer in buffers)
+    found: dict[str, float] = {}
+    with ops.KernelSet(device) as kernels:
+        for name, moved in (("copy", 2 * size), ("kernel", 3 * size)):
+            recording = device.create_recording(name)
+            recording.timestamp("begin")
+            if name == "copy":
+                recording.copy(*buffers)
+            else:
+                for first in range(0, x.n, 32768):
+                    n = min(32768, x.n - first)
+                    ops.add(ops.Recorder(recording, kernels), x.rows(first, n), y.rows(first, n), label="add")
+            recording.barrier()
+            recording.timestamp("end")
+            recording.finish()
+            seconds = []
+            for _ in range(5):
+                device.wait(device.submit(recording))
+                seconds.append(device.timestamps(recording)[1][1])
+            recording.release()
+            found[name] = moved / statistics.median(seconds)
+    for buffer in buffers:
+        buffer.release()
+    return found
 
 
 # --- correctness ------------------------------------------------------------------------------------------------------
@@ -228,39 +251,57 @@ def fill_cache(model: QwenModel, n_tokens: int, room: int) -> KVCache:
     return cache
 
 
+@contextmanager
+def stopwatch(device: Device, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
+    """Seconds spent in some methods of a device, by name."""
+    spent = dict.fromkeys(names, 0.0)
+
+    def timed(name: str) -> Callable[..., Any]:
+        method = getattr(device, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return method(*arguments, **options)
+            finally:
+                spent[name] += time.perf_counter() - began
+
+        return call
+
+    for name in names:
+        setattr(device, name, timed(name))
+    try:
+        yield spent
+    finally:
+        for name in names:
+            delattr(device, name)
+
+
 def decode(model: QwenModel, context: int, deadline: Deadline) -> dict[str, float]:
-    """Seconds a token around a context, and what the host did of them."""
+    """Seconds a token around a context: by the wall, by the device's clock, and what the host did of them."""
     n, warm = 128, 16
     cache = fill_cache(model, context, n + warm + 1)
-    waited = [0.0]
-    wait = model.device.wait
 
-    def timed_wait(*args: Any) -> None:
-        began = time.perf_counter()
-        wait(*args)
-        waited[0] += time.perf_counter() - began
-
-    def measure() -> tuple[float, float]:
+    def measure(spent: dict[str, float]) -> tuple[float, ...]:
         cache.truncate(context)
         tokens = model.greedy(7, cache, limit=n + warm)
         for _ in range(warm):
             next(tokens)
-        waited[0] = 0.0
+        spent.update(dict.fromkeys(spent, 0.0))
         began = time.perf_counter()
         for _ in range(n):
             next(tokens)
         seconds = time.perf_counter() - began
-        return seconds / n, (seconds - waited[0]) / n
+        return seconds / n, (seconds - spent["wait"]) / n, spent["submit"] / n
 
-    model.device.wait = timed_wait  # type: ignore[method-assign,assignment]
-    try:
-        runs = [measure()]
+    with stopwatch(model.device, ("wait", "submit")) as spent:
+        runs = [measure(spent)]
         while len(runs) < 5 and not deadline.over:
-            runs.append(measure())
-    finally:
-        del model.device.wait
-    seconds, host = (statistics.median(run[i] for run in runs) for i in range(2))
-    return {"seconds": seconds, "host_seconds": host}
+            runs.append(measure(spent))
+    seconds, host, submit = (statistics.median(run[i] for run in runs) for i in range(3))
+    cache.truncate(context)
+    own = statistics.median(run[0][1] for run in model.step_times(cache, 7, each_op=False, repeats=9))
+    return {"seconds": seconds, "device_seconds": own, "host_seconds": host, "submit_seconds": submit}
 
 
 def prefill(model: QwenModel, n_tokens: int, deadline: Deadline) -> float:
@@ -280,7 +321,7 @@ def prefill(model: QwenModel, n_tokens: int, deadline: Deadline) -> float:
 def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
     """One decode step op by op: median seconds over some steps, summed over the layers."""
     cache = fill_cache(model, context, 2)
-    steps = [model.step_times(cache) for _ in range(9)]
+    steps = model.step_times(cache, repeats=9)
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for entries in zip(*steps, strict=True):
@@ -288,6 +329,77 @@ def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
         total[op] += statistics.median(seconds for _, seconds in entries)
         count[op] += 1
     return [{"op": op, "count": count[op], "seconds": seconds} for op, seconds in total.items()]
+
+
+# --- tuning -----------------------------------------------------------------------------------------------------------
+
+
+def linear_candidates(model: QwenModel) -> dict[str, list[str]]:
+    """Variants that the device can run, the ops' own choice first."""
+    weights, device = model._weights, model.device
+    layer, place = weights.layers[0], device.create_buffer(4 * 2 * model.config.intermediate_size, "device", "x")
+
+    def usable(w: ops.Matrix, *, norm: bool = False, swiglu: bool = False) -> list[str]:
+        names = gemv_candidates(w, ops.Rows.dense(place, 1, w.columns), norm=norm, swiglu=swiglu)
+        own = [name for name in names if f"{name}.".find(".t1.") >= 0 and ".wave" in name]
+        return [name for name in own if model._steps.kernels.usable(name)]
+
+    found = {
+        "qkv": usable(layer.qkv, norm=True),
+        "o": usable(layer.o),
+        "gate_up": usable(layer.gate, norm=True, swiglu=True),
+        "down": usable(layer.down),
+        "logits": usable(weights.head, norm=True),
+    }
+    place.release()
+    return found
+
+
+def attention_choices(model: QwenModel) -> list[tuple[str, int]]:
+    """(variant, splits) worth a try."""
+    size = 64 if model.config.head_dim <= 64 else 128
+    few = [(f"attention.f16.tiled{size}_one_pass", n) for n in (1, 2, 4, 8, 16)]
+    many = [(f"attention.f16.tiled{size}", n) for n in (2, 4, 8, 16, 32, 66, 132, 256)]
+    return [*few, *many, ("attention.f16.decode", 16), ("attention.f16.decode", 66)]
+
+
+def tune(model: QwenModel, contexts: list[int]) -> dict[str, Any]:
+    """Every variant of every op, timed within whole steps; the best of each, attention's at each context."""
+    linear, attention = linear_candidates(model), attention_choices(model)
+    times: dict[str, dict[str, float]] = defaultdict(dict)
+    cache = fill_cache(model, max(contexts), 2)
+    for context in sorted(contexts):
+        rounds = max(len(attention), *(len(names) for names in linear.values())) if context == min(contexts) else 0
+        for i in range(max(rounds, len(attention))):
+            variants = {op: names[i % len(names)] for op, names in linear.items()}
+            variant, n_splits = attention[i % len(attention)]
+            model.tune(Tuning(variants={**variants, "attn": variant}, n_splits=n_splits))
+            cache.ids = [1] * context
+            totals: dict[str, float] = defaultdict(float)
+            for entries in zip(*model.step_times(cache, repeats=5), strict=True):
+                totals[entries[0][0].rpartition(".")[2]] += statistics.median(seconds for _, seconds in entries)
+            for op, name in variants.items():
+                seen = totals["swiglu" if op == "gate_up" else op]
+                times[op][name] = min(seen, times[op].get(name, seen))
+            times[f"attn {context}"][f"{variant}/{n_splits}"] = totals["attn"]
+    model.tune(Tuning())
+    return {op: dict(sorted(found.items(), key=lambda item: item[1])) for op, found in times.items()}
+
+
+def continuation(model: QwenModel, n_tokens: int) -> list[int]:
+    """Greedy tokens behind a prompt that fills some tiles of attention."""
+    prompt = np.random.default_rng(6).integers(0, model.config.vocab_size, 500)
+    cache = model.make_cache(len(prompt) + n_tokens)
+    model.extend(prompt[:-1], cache)
+    return list(model.greedy(int(prompt[-1]), cache, limit=n_tokens))
+
+
+def tuned(times: dict[str, dict[str, float]], context: int) -> Tuning:
+    """The best of what `tune` found."""
+    best = {op: next(iter(found)) for op, found in times.items()}
+    variant, _, n_splits = best[f"attn {context}"].partition("/")
+    linear = {op: name for op, name in best.items() if not op.startswith("attn")}
+    return Tuning(variants={**linear, "attn": variant}, n_splits=int(n_splits))
 
 
 def op_bytes(config: Qwen2Config) -> dict[str, int]:
@@ -345,6 +457,16 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
                 f"{size}: decode at {context}: {1 / step['seconds']:.1f} tok/s, "
                 f"host {step['host_seconds'] * 1e6:.0f} us, {step['bytes'] / step['seconds'] / 1e9:.0f} GB/s"
             )
+        if options.tune:
+            result["tuning"] = times = tune(model, options.contexts)
+            result["tuned"] = {}
+            plain = continuation(model, 32)
+            for context in options.contexts:
+                model.tune(tuned(times, context))
+                result["tuned"][context] = step = decode(model, context, Deadline(options.part_seconds))
+                step["same_tokens"] = continuation(model, 32) == plain
+                say(f"{size}: tuned decode at {context}: {1 / step['seconds']:.1f} tok/s")
+            model.tune(Tuning())
         result["profile"] = {context: profile(model, context) for context in options.contexts[:2]}
         result["profile_bytes"] = op_bytes(config)
         result["prefill"] = {}
@@ -354,7 +476,7 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
     return result
 
 
-def report(result: dict[str, Any], copy: float) -> str:
+def report(result: dict[str, Any], streamed: float) -> str:
     """A size's results for people."""
     check = result["parity"]
     agreement = (
@@ -370,13 +492,27 @@ def report(result: dict[str, Any], copy: float) -> str:
     for context, step in result["decode"].items():
         rate = step["bytes"] / step["seconds"]
         lines.append(
-            f"decode at {context:>6}: {1 / step['seconds']:8.1f} tok/s, {step['seconds'] * 1e6:7.0f} us a step, "
-            f"of it host {step['host_seconds'] * 1e6:4.0f} us; {rate / 1e9:6.0f} GB/s, {rate / copy:.0%} of a copy's"
+            f"decode at {context:>6}: {1 / step['seconds']:8.1f} tok/s, {step['seconds'] * 1e6:7.0f} us a step; "
+            f"the device {step['device_seconds'] * 1e6:.0f}; host {step['host_seconds'] * 1e6:.0f}, of it submit "
+            f"{step['submit_seconds'] * 1e6:.0f}; {rate / 1e9:.0f} GB/s, {rate / streamed:.0%} of what a kernel streams"
         )
+    for context, step in result.get("tuned", {}).items():
+        lines.append(
+            f"tuned at {context:>6}: {1 / step['seconds']:8.1f} tok/s; device {step['device_seconds'] * 1e6:.0f} us, "
+            f"{'the same' if step['same_tokens'] else 'OTHER'} tokens"
+        )
+    for op, times in result.get("tuning", {}).items():
+        shown = [
+            f"{name.removeprefix('linear_gemv.f16.').removeprefix('attention.f16.')} {s * 1e6:.0f}"
+            for name, s in times.items()
+        ]
+        lines.append(f"  {op}, us in all: {', '.join(shown[:9])}")
     lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
-    for context, ops in result["profile"].items():
-        lines.append(f"a step at {context}, by the device's clock ({sum(op['seconds'] for op in ops) * 1e6:.0f} us):")
-        for op in ops:
+    for context, entries in result["profile"].items():
+        lines.append(
+            f"a step at {context}, by the device's clock ({sum(op['seconds'] for op in entries) * 1e6:.0f} us):"
+        )
+        for op in entries:
             each = op["seconds"] / op["count"]
             n_bytes = result["profile_bytes"].get(op["op"])
             speed = f"{n_bytes / each / 1e9:6.0f} GB/s" if n_bytes else ""
@@ -400,7 +536,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0.5b,1.5b,7b")
     parser.add_argument("--device", default="vulkan")
-    parser.add_argument("--peers", action="store_true", help="transformers in the same run")
+    parser.add_argument("--peers", default="", help="sizes to run transformers on as well, in the same run")
+    parser.add_argument("--peer-seconds", type=float, default=200.0, help="time for one of them")
+    parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
     parser.add_argument("--json", type=Path)
@@ -413,8 +551,9 @@ def main() -> int:
     assert device is not None
     with device:
         results["device"] = f"{device.info.name}, {device.info.driver} {device.info.driver_version}"
-        results["copy_bytes_per_second"] = copy = copy_bandwidth(device)
-        print(f"{results['device']}: a copy moves {copy / 1e9:.0f} GB/s, read and written", flush=True)
+        results["bytes_per_second"] = rates = bandwidths(device)
+        shown = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
+        print(f"{results['device']}: device memory, read and written: {shown}", flush=True)
         for size in arguments.sizes.split(","):
             folder = Path(tempfile.mkdtemp(prefix="xinfer-", dir=base))
             try:
@@ -422,30 +561,30 @@ def main() -> int:
             finally:
                 shutil.rmtree(folder)
             results["sizes"].append(result)
-            print(report(result, copy), flush=True)
+            print(report(result, rates["kernel"]), flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1))
     if arguments.peers:
-        results["peers"] = {size: run_peer(size) for size in arguments.sizes.split(",")}
+        results["peers"] = {size: run_peer(size, arguments.peer_seconds) for size in arguments.peers.split(",")}
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1))
     return 0
 
 
-def run_peer(size: str, seconds: float = 150) -> dict[str, Any]:
-    """Transformers on the same shape, in a process of its own."""
+def run_peer(size: str, seconds: float) -> dict[str, Any]:
+    """Run transformers on the same shape, in a process of its own; what it has measured when its time is up."""
     command = [sys.executable, str(Path(__file__).with_name("peer_transformers.py")), json.dumps(config_json(size))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        print(f"transformers {size}: not done after {seconds:.0f} s", flush=True)
-        return {}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        print(f"transformers {size}: failed: {done.stderr[-500:]}", flush=True)
-        return {}
-    found: dict[str, Any] = json.loads(lines[-1])
-    print(f"transformers {size}: " + ", ".join(f"{k} {v:.1f}" for k, v in found.items()) + " tok/s", flush=True)
+        process.kill()
+        output, errors = process.communicate()
+        errors = f"not done after {seconds:.0f} s"
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    found: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    shown = ", ".join(f"{name} {value:.1f}" for name, value in found.items())
+    print(f"transformers {size}: {shown} {errors[-300:] if len(found) < 5 else ''}", flush=True)
     return found
 
 

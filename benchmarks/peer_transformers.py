@@ -24,6 +24,15 @@ def synchronized(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def copy() -> float:
+    """GB read and written a second by a copy within device memory."""
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.float32)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    seconds = min(synchronized(lambda: target.copy_(source)) for _ in range(5))
+    return float(2 * source.nbytes / seconds / 1e9)
+
+
 def random_model(config: Qwen2Config) -> Qwen2ForCausalLM:
     """f16 on the GPU."""
     torch.set_default_dtype(torch.float16)
@@ -75,13 +84,14 @@ def prefill(model: Qwen2ForCausalLM, n: int) -> float:
 
 def main() -> None:
     """Measure one shape."""
+    found = {"copy GB/s": copy()}
+    print(json.dumps(found), flush=True)
     model = random_model(Qwen2Config(**json.loads(sys.argv[1])))
-    found: dict[str, float] = {}
     parts: tuple[tuple[str, Callable[[], float]], ...] = (
-        ("eager decode", lambda: eager(model)),
-        ("prefill 512", lambda: prefill(model, 512)),
-        ("prefill 4096", lambda: prefill(model, 4096)),
-        ("compiled decode", lambda: compiled(model)),
+        ("eager decode tok/s", lambda: eager(model)),
+        ("prefill 512 tok/s", lambda: prefill(model, 512)),
+        ("prefill 4096 tok/s", lambda: prefill(model, 4096)),
+        ("compiled decode tok/s", lambda: compiled(model)),
     )
     with torch.inference_mode():
         for name, measure in parts:

@@ -293,9 +293,9 @@ def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
             assert not segments or READ not in segments, "greedy steps read their logits back"
             return submit(recording, segments)
 
-        def noted_wait(ticket: Ticket, timeout_s: float = 60.0) -> None:
+        def noted_wait(ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
             events.append("wait")
-            wait(ticket, timeout_s)
+            wait(ticket, timeout_s, spin_s=spin_s)
 
         def noted_download(source: Bindable, timeout_s: float = 60.0) -> bytes:
             events.append("download")
@@ -442,10 +442,10 @@ def test_an_interrupt_leaves_cache_and_model_usable(
         model.extend(PROMPT[:2], cache)
         wait, count = device.wait, itertools.count()
 
-        def interrupted(ticket: Ticket, timeout_s: float = 60.0) -> None:
+        def interrupted(ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
             if next(count) == at:
                 raise KeyboardInterrupt
-            wait(ticket, timeout_s)
+            wait(ticket, timeout_s, spin_s=spin_s)
 
         for run in (
             lambda: model.extend(PROMPT[2:], cache),
@@ -547,7 +547,9 @@ def test_a_step_is_timed_op_by_op(device: Device, checkpoint: CheckpointFactory)
     with on(device, checkpoint("gqa")) as model:
         cache = model.make_cache(50)
         model.extend(PROMPT, cache)
-        times = model.step_times(cache, 5)
+        times, again = model.step_times(cache, 5, repeats=2)
+        assert [name for name, _ in again] == [name for name, _ in times]
+        assert [[name for name, _ in run] for run in model.step_times(cache, 5, each_op=False)] == [["step"]]
         assert cache.ids == PROMPT
         names = [name for name, _ in times]
         assert names[0] == "embed"

@@ -175,13 +175,19 @@ def test_vocabulary_needs_two_dimensions(bench: Bench) -> None:
 
 def test_rule_of_the_layout() -> None:
     """Qwen2's own matrices; loads are 16 bytes, so columns / 8."""
-    assert gemv_layout(896, 4864 // 8, 1) == (128, 1)  # 0.5B down: few long rows
-    assert gemv_layout(3584, 18_944 // 8, 1) == (32, 1)  # 7B down: rows enough
-    assert gemv_layout(896, 896 // 8, 1) == (32, 1)  # 0.5B o: neither long nor many
-    assert gemv_layout(1152, 896 // 8, 1, norm=True) == (32, 1)  # 0.5B qkv
-    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (32, 2)  # 7B qkv
+    assert gemv_layout(896, 4864 // 8, 1) == (128, 1)  # 0.5B down: long rows
+    assert gemv_layout(1536, 8960 // 8, 1) == (128, 1)  # 1.5B down
+    assert gemv_layout(3584, 18_944 // 8, 1) == (256, 1)  # 7B down: longer ones
+    assert gemv_layout(896, 896 // 8, 1) == (64, 1)  # 0.5B o: neither long nor many
+    assert gemv_layout(1536, 1536 // 8, 1) == (64, 1)  # 1.5B o
+    assert gemv_layout(3584, 3584 // 8, 1) == (64, 2)  # 7B o: more of them
+    assert gemv_layout(1152, 896 // 8, 1, norm=True) == (64, 1)  # 0.5B qkv
+    assert gemv_layout(2048, 1536 // 8, 1, norm=True) == (64, 2)  # 1.5B qkv
+    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (64, 2)  # 7B qkv
     assert gemv_layout(4864, 896 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 0.5B gate and up
-    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (32, 4)  # 0.5B head: many short rows
+    assert gemv_layout(37_888 // 2, 3584 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 7B gate and up
+    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (32, 2)  # 0.5B head: many rows
+    assert gemv_layout(152_064, 3584 // 8, 1, norm=True) == (32, 2)  # 7B head
     assert gemv_layout(151_936, 896 // 8, 4) == (32, 2)
 
 

@@ -137,6 +137,6 @@ def test_can_pack_asks_the_device(bench: Bench) -> None:
     w = bench.put_matrix(np.zeros((4, 8), np.float16), "f16")
     recording = bench.device.create_recording("none")
     on = ops.Recorder(recording, bench.kernels)
-    assert ops.can_pack(on, w, 512) == ("coop_matrix" in bench.device.info.features)
+    assert ops.can_pack(on, w, 512) == ("coop_matrix.f16.f32.16x16x16" in bench.device.info.features)
     assert not ops.can_pack(on, w, 8)
     recording.release()

@@ -9,21 +9,26 @@ from collections.abc import Callable
 
 import pytest
 
-TESTS = {
-    "test_rms_norm.py": "",
-    "test_argmax.py": "",
-    "test_linear.py": "gemv.f16 and (wave or plain) or gemm.f16.plain",
-    "test_attention.py": "f16 and lengths",
-}
+FILES = ("test_rms_norm.py", "test_argmax.py", "test_linear.py", "test_attention.py")
+CHOSEN = " or ".join(
+    (
+        "rms_norm",
+        "argmax",
+        "gemv and f16 and (wave or plain)",
+        "gemm and f16 and plain",
+        "lengths and f16 and (plain or one_pass or prefill64)",
+    )
+)
+PRINT_SIZE = "from xinfer import gpu; print(gpu.choose_device('vulkan').subgroup_size_default)"
 
 
 @pytest.mark.parametrize("size", [4, 16])
-@pytest.mark.parametrize("file", TESTS)
-def test_right_at_every_size(run_with_subgroups: Callable[..., str], size: int, file: str) -> None:
-    code = "from xinfer import gpu; print(gpu.choose_device('vulkan').subgroup_size_default)"
-    assert run_with_subgroups(size, "-c", code).split() == [str(size)]
-    chosen = ["-k", TESTS[file]] if TESTS[file] else []
-    output = run_with_subgroups(size, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/gpu/{file}", *chosen)
+def test_right_at_every_size(run_with_subgroups: Callable[..., str], size: int) -> None:
+    assert run_with_subgroups(size, "-c", PRINT_SIZE).split() == [str(size)]
+    files = [f"tests/gpu/{file}" for file in FILES]
+    output = run_with_subgroups(
+        *(size, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-k", CHOSEN), timeout_s=600
+    )
     assert " passed" in output
     assert "skipped" not in output
     assert "failed" not in output

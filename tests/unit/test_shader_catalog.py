@@ -138,8 +138,8 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             trips = elementwise.rms_norm_trips(variant.id, width=HIDDEN)
         case "argmax":
             trips = argmax.argmax_trips(n_valid=VOCABULARY)
-        case "attention" if variant.id == "attention.combine":
-            trips = attention.combine_trips(head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
+        case "attention" if ".combine" in variant.id:
+            trips = attention.combine_trips(variant.id, head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
         case "attention":
             splits = catalog.ATTENTION_SPLITS_MAX
             trips = attention.attention_trips(variant.id, head_dim=128, max_keys=CONTEXT, n_splits=splits)

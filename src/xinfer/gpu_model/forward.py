@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ class Workspace:
         try:
             for name, width in self._widths.items():
                 self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
+            size = _packed_bytes(config, n_rows)
+            self._buffers["packed"] = self.packed = device.create_buffer(size, "device", f"{label} packed rows")
             size = ops.STATE_BYTES * n_rows
             self._buffers["state"] = self.state = device.create_buffer(size, "device", f"{label} state")
             self._buffers["staging"] = self.staging = device.create_buffer(size, "upload", f"{label} rows")
@@ -67,7 +69,20 @@ def widths(config: Qwen2Config) -> dict[str, int]:
 
 def workspace_bytes(config: Qwen2Config, n_rows: int) -> int:
     """Device memory of a workspace."""
-    return n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES)
+    return n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES) + _packed_bytes(config, n_rows)
+
+
+def _packed_bytes(config: Qwen2Config, n_rows: int) -> int:
+    """What the widest activations take when they are packed for matrix cores; a single row never is."""
+    return 4 if n_rows == 1 else ops.packed_bytes(n_rows, max(widths(config).values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Variants that a step of one row uses in place of those that the ops would choose: ids by op, and splits."""
+
+    variants: Mapping[str, str] = field(default_factory=dict)  # "qkv", "attn", "o", "gate_up", "down", "logits"
+    n_splits: int | None = None  # of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +98,7 @@ class Network:
     scratch: Buffer  # partial results of attention
     counters: Buffer  # u32: splits of attention that are done, zero between steps
     max_keys: int  # of one sequence
+    tuning: Tuning
 
     def cache(self, i: int) -> CacheBlocks:
         """The blocks of layer i."""
@@ -123,6 +139,8 @@ class Pass:
         self.attn = space.rows("attn", n)  # (n, q_size)
         self.gate, self.up = space.rows("gate", n), space.rows("up", n)  # (n, intermediate)
         self.state = space.states(n)[1]
+        self._packed = space.packed
+        self._tuning = network.tuning if n == 1 and not self.tapped else Tuning()
         self._plan = ops.plan_attention(
             self.on,
             network.cache(0),
@@ -130,7 +148,12 @@ class Pass:
             n_rows=n,
             max_keys=network.max_keys,
             one_pass=n == 1,
+            variant=self._tuned("attn"),
+            n_splits=self._tuning.n_splits,
         )
+
+    def _tuned(self, op: str) -> str | None:
+        return self._tuning.variants.get(op)
 
     @property
     def recording(self) -> Recording:
@@ -162,11 +185,12 @@ class Pass:
         x, h = self.x.rows(first, logits.n), self.h.rows(first, logits.n)
         weights, eps = self.network.weights, self.config.rms_norm_eps
         if self._fuses(x, weights.head):
-            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits")
+            variant = self._tuned("logits")
+            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits", variant=variant)
         else:
             ops.rms_norm(self.on, x, weights.norm, h, eps=eps, label="norm")
             self.done("norm", ("norm", h))
-            ops.linear(self.on, h, weights.head, logits, label="logits")
+            self._product(self._operand(h, weights.head, "head"), weights.head, logits, label="logits")
         self.done("logits", ("logits", logits))
 
     def _append(self, i: int, w: DeviceLayer) -> None:
@@ -177,11 +201,12 @@ class Pass:
         q, k = qkv.columns(0, q_size), qkv.columns(q_size, kv_size)
         v = qkv.columns(q_size + kv_size, kv_size)
         if self._fuses(self.x, w.qkv):
-            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, bias=w.qkv_b, label=f"{name}.qkv")
+            options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned("qkv")}
+            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
         else:
             ops.rms_norm(self.on, self.x, w.input_ln, self.h, eps=eps, label=f"{name}.input_ln")
             self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
-            ops.linear(self.on, self.h, w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
+            self._product(self._operand(self.h, w.qkv, name), w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
         self.done(f"{name}.qkv", (f"{name}.q", q), (f"{name}.k", k), (f"{name}.v", v))
         table, cache, dim = self.network.rope_table, self.network.cache(i), self.config.head_dim
         if not self.tapped and ops.can_rope_append(self.on, cache):
@@ -214,13 +239,14 @@ class Pass:
         """Add down(silu(gate) * up) to x."""
         name, eps = f"layers.{i}", self.config.rms_norm_eps
         if self._fuses(self.x, w.gate, swiglu=True):
-            norm = (w.post_ln, eps)
-            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up")
+            norm, variant = (w.post_ln, eps), self._tuned("gate_up")
+            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up", variant=variant)
         else:
             ops.rms_norm(self.on, self.x, w.post_ln, self.h, eps=eps, label=f"{name}.post_ln")
             self.done(f"{name}.post_ln", (f"{name}.post_ln", self.h))
-            ops.linear(self.on, self.h, w.gate, self.gate, label=f"{name}.gate")
-            ops.linear(self.on, self.h, w.up, self.up, label=f"{name}.up")
+            h = self._operand(self.h, w.gate, name)
+            self._product(h, w.gate, self.gate, label=f"{name}.gate")
+            self._product(h, w.up, self.up, label=f"{name}.up")
             self.done(f"{name}.gate_up", (f"{name}.gate", self.gate), (f"{name}.up", self.up))
             ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
         self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
@@ -228,13 +254,39 @@ class Pass:
 
     def _add_product(self, rows: Rows, w: ops.Matrix, product: str, total: str) -> None:
         """Add rows @ w^T to x: in one op, or in two where the product itself is to be seen."""
+        operand = self._operand(rows, w, total)
         if self.tapped:
-            ops.linear(self.on, rows, w, self.h, label=product)
+            self._product(operand, w, self.h, label=product)
             self.done(product, (product, self.h))
             ops.add(self.on, self.x, self.h, label=total)
         else:
-            ops.linear(self.on, rows, w, self.x, accumulate=True, label=product)
+            self._product(operand, w, self.x, accumulate=True, label=product)
         self.done(product, (total, self.x))
+
+    def _operand(self, x: Rows, w: ops.Matrix, label: str) -> Rows | ops.PackedRows:
+        """Rows as products with w take them: packed where there are matrix cores and rows enough."""
+        if not ops.can_pack(self.on, w, x.n):
+            return x
+        packed = ops.PackedRows(self._packed, x.n, x.width)
+        ops.pack_rows(self.on, x, packed, label=f"{label}.pack")
+        self.done(f"{label}.pack")
+        return packed
+
+    def _product(
+        self,
+        x: Rows | ops.PackedRows,
+        w: ops.Matrix,
+        out: Rows,
+        *,
+        bias: Bindable | None = None,
+        accumulate: bool = False,
+        label: str,
+    ) -> None:
+        if isinstance(x, ops.PackedRows):
+            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label)
+        else:
+            variant = self._tuned(label.rpartition(".")[2])
+            ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)
 
     def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
         return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from xinfer.errors import NumericalError, RequestError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model.forward import Array, Tap
+from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
 from xinfer.gpu_model.memory import MemoryPlan, cache_shape, max_rows
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
@@ -158,8 +158,13 @@ class QwenModel:
         finally:
             answer.closed = True
 
-    def step_times(self, cache: KVCache, token: int = 0) -> list[tuple[str, float]]:
-        """(op, seconds) of one decode step behind what `cache` holds, by the device's clock. The cache stays."""
+    def step_times(
+        self, cache: KVCache, token: int = 0, *, each_op: bool = True, repeats: int = 1
+    ) -> list[list[tuple[str, float]]]:
+        """(op, seconds) of decode steps behind what `cache` holds, by the device's clock. The cache stays.
+
+        A timestamp after each op costs about a microsecond; without `each_op` there is one entry, the whole step.
+        """
         steps = self._steps
         with self._lock:
             cache.reserve(cache.length + 1)
@@ -167,14 +172,21 @@ class QwenModel:
             recording = self.device.create_recording("timed step")
             try:
                 recording.copy(*steps.one.states(1))
-                steps.record_step(recording, self.config.vocab_size, timed=True)
+                steps.record_step(recording, self.config.vocab_size, timed="ops" if each_op else "whole")
                 recording.finish()
-                steps.stage_one(token, cache, position=cache.length)
-                steps.wait(steps.submit(recording))
-                stamps = self.device.timestamps(recording)
+                runs = []
+                for _ in range(repeats):
+                    steps.stage_one(token, cache, position=cache.length)
+                    steps.wait(steps.submit(recording))
+                    runs.append(self.device.timestamps(recording))
             finally:
                 recording.release()
-        return [(label, end - begin) for (_, begin), (label, end) in itertools.pairwise(stamps)]
+        return [[(label, end - begin) for (_, begin), (label, end) in itertools.pairwise(stamps)] for stamps in runs]
+
+    def tune(self, tuning: Tuning) -> None:
+        """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""
+        with self._lock:
+            self._steps.tune(tuning)
 
     def close(self) -> None:
         """Give everything back to the device; may be called twice."""
@@ -255,7 +267,7 @@ class QwenModel:
         self.claim(None)
         recording = steps.decode(self.config.vocab_size)
         steps.stage_one(token, cache, position=cache.length)
-        steps.wait(steps.submit(recording, (LOAD, STEP, READ)))
+        steps.wait(steps.submit(recording, (LOAD, STEP, READ)), urgent=True)
         logits = np.frombuffer(steps.logits_back.read(), np.float32)
         if steps.chosen(0) == BAD_TOKEN:
             self.trace([token], cache)

@@ -14,7 +14,17 @@ import numpy as np
 
 from xinfer import ops
 from xinfer.gpu.api import Buffer, Device, Recording, Ticket
-from xinfer.gpu_model.forward import Array, Network, Pass, Tap, TappedPass, Workspace, cache_blocks, download_rows
+from xinfer.gpu_model.forward import (
+    Array,
+    Network,
+    Pass,
+    Tap,
+    TappedPass,
+    Tuning,
+    Workspace,
+    cache_blocks,
+    download_rows,
+)
 from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
@@ -27,6 +37,9 @@ RING = 64  # tokens that the device remembers
 ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
 HEAD_BYTES = 64 << 20  # logits of all rows are made in pieces of this size
 TIMEOUT_S = 60.0
+SPIN_S = 0.01  # a single step takes less
+
+Timed = Literal["no", "whole", "ops"]  # where timestamps are taken
 
 # Segments of the decode step: take the state from the host, run, copy the logits to where the host reads them.
 LOAD, STEP, READ = "load", "step", "read"
@@ -46,6 +59,7 @@ class Steps:
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
+        self._tuning = Tuning()
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
             self.kernels = held.enter_context(KernelSet(device))
@@ -101,8 +115,14 @@ class Steps:
             scratch=scratch,
             counters=counters,
             max_keys=max_keys,
+            tuning=self._tuning,
         )
         return self._network
+
+    def tune(self, tuning: Tuning) -> None:
+        """Use these variants from now on; what was recorded is recorded again."""
+        self._tuning = tuning
+        self._generation = -1
 
     def decode(self, n_valid: int) -> Recording:
         """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
@@ -118,12 +138,12 @@ class Steps:
 
         return self._kept(("decode", n_valid), record)
 
-    def record_step(self, recording: Recording, n_valid: int, *, timed: bool = False) -> None:
+    def record_step(self, recording: Recording, n_valid: int, *, timed: Timed = "no") -> None:
         """One token through the network, and the choice of the next one."""
         recording.barrier()
-        if timed:
+        if timed != "no":
             recording.timestamp("begin")
-        step = Pass(self.network(), self.one, 1, recording, timed=timed)
+        step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops")
         step.embed()
         for i in range(self.config.num_hidden_layers):
             step.layer(i)
@@ -139,6 +159,8 @@ class Steps:
             scratch=self._candidates,
         )
         step.done("argmax")
+        if timed == "whole":
+            recording.timestamp("step")
 
     def prefill(self, n: int, *, whole: bool) -> Recording:
         """Chunks of n rows into the cache; `whole` runs the last layer to its end, so that x is the network's."""
@@ -186,9 +208,10 @@ class Steps:
             self._staging_used = ticket
         return ticket
 
-    def wait(self, ticket: Ticket) -> None:
-        """Block until it has ended; Ctrl-C works."""
-        self.device.wait(ticket, TIMEOUT_S)
+    def wait(self, ticket: Ticket, *, urgent: bool = False) -> None:
+        """Block until it has ended; Ctrl-C works. An urgent wait, for work that nothing is queued behind, may spin."""
+        spin = SPIN_S if urgent and self.device.info.kind != "cpu" else 0.0
+        self.device.wait(ticket, TIMEOUT_S, spin_s=spin)
 
     def chosen(self, n: int) -> int:
         """The token that the step with `steps` = n has chosen, once it has been waited for."""
@@ -286,6 +309,12 @@ class Steps:
                 ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, one_pass=n == 1)
                 for n in range(1, self.max_rows + 1)
             ]
+            variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
+            plans.append(
+                ops.plan_attention(
+                    *(on, cache), n_heads=heads, n_rows=1, max_keys=max_keys, variant=variant, n_splits=n_splits
+                )
+            )
         finally:
             recording.release()
         return max(4, *(plan.scratch_bytes for plan in plans)), max(4, *(plan.counter_bytes for plan in plans))

@@ -6,7 +6,7 @@ from xinfer.gpu.api import Bindable
 from xinfer.ops._base import STATE_BYTES, Recorder, Rows, ceil_div, expect
 from xinfer.shaders.catalog import variants
 
-CHUNK = 2048  # logits a workgroup
+CHUNK = 512  # logits a workgroup
 
 
 def argmax(

@@ -20,6 +20,7 @@ FLAG_BIAS, FLAG_ACCUMULATE = 1, 2
 
 # A GPU is busy when some hundred thousand lanes have loads in flight (an H200: 132 multiprocessors of 2,048 lanes).
 BUSY_LANES = 100_000
+LONG_LOADS = 512  # 16-byte loads from which on a row is long
 
 
 def linear(
@@ -124,8 +125,7 @@ def can_fuse(on: Recorder, x: Rows, w: Matrix, *, norm: bool = False, swiglu: bo
 def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = False) -> list[str]:
     """Variants of a GEMV that fit the shapes, best first.
 
-    The rule: lanes enough to fill the GPU come first, so a matrix of few rows gives each row a whole workgroup; then
-    loads in flight, so that a lane of a matrix with short rows walks over several of them at once.
+    Nearest to `gemv_layout` first.
     """
     vector = all(n % 4 == 0 for n in (x.stride, x.offset)) and w.columns % w.values_per_load == 0
     fitting = [
@@ -146,18 +146,22 @@ def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = Fa
 
 
 def gemv_layout(rows: int, loads: int, x_rows: int, *, norm: bool = False, swiglu: bool = False) -> tuple[int, int]:
-    """(lanes of a set, rows a set walks over) for a matrix, or a pair, of `rows` rows of `loads` 16-byte loads."""
-    lanes = rows * 32 * (2 if swiglu else 1)  # with a row a set of 32
-    if lanes < BUSY_LANES and loads >= 4 * 32 and not norm and not swiglu:
-        return 128, 1
+    """(lanes of a set, rows a set walks over) for a matrix, or a pair, of `rows` rows of `loads` 16-byte loads.
+
+    For one row of activations, the best of every layout at the shapes of 0.5B, 1.5B and 7B on an H200
+    (`benchmarks/h200.py --tune`, benchmarks/LOG.md): long rows are shared by more lanes; rows that walk together share
+    what is read of x and of the norm's weight.
+    """
     if x_rows > 1:
+        few = rows * 32 < BUSY_LANES and loads >= 4 * 32
+        return (128, 1) if few else (32, 2)
+    if swiglu:
+        return 32, 2 if rows * 64 >= BUSY_LANES else 1
+    if rows * 32 >= 10 * BUSY_LANES:
         return 32, 2
-    for rows_per_set in (4, 2):
-        if lanes / rows_per_set >= BUSY_LANES and loads / 32 * rows_per_set <= 16:
-            return 32, rows_per_set
-    # The norm's weight is read beside x, from the first-level cache: rows that share both relieve it.
-    shares = norm and lanes >= BUSY_LANES
-    return 32, 2 if shares else 1
+    if loads >= LONG_LOADS and not norm:
+        return (256, 1) if loads >= 4 * LONG_LOADS else (128, 1)
+    return 64, 2 if rows * 64 >= BUSY_LANES + BUSY_LANES // 4 else 1
 
 
 def gemv_rows(variant: Variant) -> int:

@@ -24,9 +24,13 @@ struct KeyRange {
     uint end;
 };
 
+#ifndef MIN_SPLIT
+#define MIN_SPLIT BLOCK_TOKENS  // keys that a split is worth making for
+#endif
+
 // Keys of each split of a query that sees so many: whole blocks.
 uint split_size(uint n_keys) {
-    uint keys = (n_keys + constants.n_splits - 1u) / constants.n_splits;
+    uint keys = max((n_keys + constants.n_splits - 1u) / constants.n_splits, uint(MIN_SPLIT));
     return (keys + BLOCK_TOKENS - 1u) / BLOCK_TOKENS * BLOCK_TOKENS;
 }
 

@@ -32,7 +32,7 @@ PACKED_ROWS = 128  # packed activations have a multiple of so many rows,
 PACKED_COLUMNS = 32  # and of so many columns
 
 WAVE_NEEDS = frozenset({"subgroup_arithmetic"})
-MATRIX_CORE_NEEDS = frozenset({"coop_matrix", "memory_model", "float16"})
+MATRIX_CORE_NEEDS = frozenset({"coop_matrix", "coop_matrix.f16.f32.16x16x16", "memory_model", "float16"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +175,7 @@ class GemvShape:
     wave: bool = True
     vector_x: bool = True
     group: int = 128
+    named_loads: bool = False  # a second form of a layout, with another number of loads
 
     @property
     def name(self) -> str:
@@ -182,7 +183,8 @@ class GemvShape:
         if not self.vector_x:
             return "plain"
         marks = (".norm" * self.norm) + (".swiglu" * self.swiglu) + (".wave" * self.wave)
-        return f"t{self.t_max}.l{self.set_lanes}r{self.rows_per_set}{marks}"
+        loads = f"u{self.loads}" * self.named_loads
+        return f"t{self.t_max}.l{self.set_lanes}r{self.rows_per_set}{loads}{marks}"
 
     @property
     def shared_bytes(self) -> int:
@@ -222,7 +224,21 @@ GEMV_NO_WAVE = (
     GemvShape(t_max=1, set_lanes=32, rows_per_set=1, loads=4, norm=True, swiglu=True, wave=False),
     GemvShape(t_max=8, set_lanes=32, rows_per_set=1, loads=2, wave=False),
 )
-GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE)
+# More layouts for one row: which is best depends on the GPU, and on the matrix.
+GEMV_MORE = (
+    *(
+        GemvShape(t_max=1, set_lanes=lanes, rows_per_set=rows, loads=4, norm=norm)
+        for lanes, rows, norm in ((64, 1, False), (64, 2, False), (128, 2, False), (64, 1, True), (64, 2, True))
+    ),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=4, named_loads=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=10, named_loads=True),
+    GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=8, named_loads=True),
+    GemvShape(t_max=1, set_lanes=32, rows_per_set=1, loads=8, named_loads=True),
+    GemvShape(t_max=1, set_lanes=256, rows_per_set=1, loads=5, group=256),
+    GemvShape(t_max=1, set_lanes=64, rows_per_set=1, loads=4, norm=True, swiglu=True),
+    GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=4, norm=True, swiglu=True, named_loads=True),
+)
+GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE, *GEMV_MORE)
 
 
 def gemv_id(weight_format: str, shape: GemvShape) -> str:
@@ -346,11 +362,40 @@ def _attention() -> Iterator[Variant]:
             defines = (number, ("GROUP", lanes), ("ONE_PASS", one_pass))
             extra = ("partial", "counters") if one_pass else ()
             yield _attention_kernel(f"{name}.{form}", "decode", defines, (*buffers, *extra), lanes, floats + one_pass)
+        for dim_max, one_pass in itertools.product((64, 128), (0, 1)):
+            yield _attention_tiled(name, dim_max, one_pass, buffers)
         for dim_max, keys in ((64, 32), (128, 16)):
             rows, defines = ATTENTION_QUERIES, (number, ("DIM_MAX", dim_max), ("KEYS", keys))
             floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
             yield _attention_kernel(f"{name}.prefill{dim_max}", "prefill", defines, buffers, 128, floats)
     yield _attention_kernel("combine", "combine", (("GROUP", 64),), ("partial", "result"), 64, ATTENTION_SPLITS_MAX)
+    for keys in (32, 64, 128):
+        yield _attention_kernel(
+            f"combine_active{keys}",
+            "combine_active",
+            (("GROUP", 256), ("KEYS", keys)),
+            ("partial", "state", "result"),
+            256,
+            2 * ATTENTION_SPLITS_MAX + 256,
+        )
+
+
+def attention_tile_keys(variant: Variant) -> int:
+    """Keys of a tile of attention_tiled, which is also the least that a split of it has."""
+    pieces = variant.define("DIM_MAX") // (4 if variant.define("FORMAT") == FORMATS["f32"] else 8)
+    return 8 * variant.workgroup[0] // pieces
+
+
+def _attention_tiled(name: str, dim_max: int, one_pass: int, buffers: tuple[str, ...]) -> Variant:
+    lanes, heads, values = 128, ATTENTION_HEADS_A_LOAD, 4 if name == "f32" else 8
+    pieces = dim_max // values
+    keys, items = 8 * lanes // pieces, heads * pieces
+    floats = 4 * keys * (pieces + 1) + heads * dim_max + heads * (keys + 1) + lanes + heads
+    floats += values * max(lanes - items, 0) + one_pass
+    defines = (("FORMAT", FORMATS[name]), ("GROUP", lanes), ("DIM_MAX", dim_max), ("ONE_PASS", one_pass))
+    extra = ("partial", "counters") if one_pass else ()
+    form = f"tiled{dim_max}" + "_one_pass" * one_pass
+    return _attention_kernel(f"{name}.{form}", "tiled", defines, (*buffers, *extra), lanes, floats)
 
 
 def _attention_kernel(

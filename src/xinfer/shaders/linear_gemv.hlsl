@@ -162,7 +162,19 @@ float total_of(uint set, uint n_parts, uint t, uint which) {
     return total;
 }
 
-void finish(uint first_row, uint set, uint n_parts, uint t, uint r) {
+// Bias and residual of an output: read before the sums are there, so that nobody waits for them in the end.
+float addend(uint row, uint t) {
+    float value = 0.0;
+    if (row < constants.rows && t < constants.x_rows) {
+#if !SWIGLU
+        if ((constants.flags & FLAG_BIAS) != 0u) value += bias[constants.bias_offset + row];
+#endif
+        if ((constants.flags & FLAG_ACCUMULATE) != 0u) value += y[constants.y_offset + t * constants.y_stride + row];
+    }
+    return value;
+}
+
+void finish(uint first_row, uint set, uint n_parts, uint t, uint r, float added) {
     uint row = first_row + r;
     if (row >= constants.rows || t >= constants.x_rows) return;
     float value = total_of(set, n_parts, t, r);
@@ -176,18 +188,15 @@ void finish(uint first_row, uint set, uint n_parts, uint t, uint r) {
     up *= scale;
 #endif
     value = silu(value) * up;
-#else
-    if ((constants.flags & FLAG_BIAS) != 0u) value += bias[constants.bias_offset + row];
 #endif
-    uint at = constants.y_offset + t * constants.y_stride + row;
-    if ((constants.flags & FLAG_ACCUMULATE) != 0u) value += y[at];
-    y[at] = value;
+    y[constants.y_offset + t * constants.y_stride + row] = value + added;
 }
 
 [numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint group_row = (group.y * constants.grid_x + group.x) * ROWS_PER_GROUP;
     if (group_row >= constants.rows) return;  // the folded grid's last line
+    float added = addend(group_row + lane % ROWS_PER_GROUP, lane / ROWS_PER_GROUP);
     float sums[T_MAX][SUMS];
 #if WAVE
     // A set has waves_a_set waves; where there are fewer waves than sets, a wave takes one set after the other.
@@ -224,7 +233,8 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
 #endif
     GroupMemoryBarrierWithGroupSync();
     for (uint output = lane; output < T_MAX * ROWS_PER_GROUP; output += GROUP) {
-        uint of_set = output % ROWS_PER_GROUP / ROWS_PER_SET;
-        finish(group_row + of_set * ROWS_PER_SET, of_set, n_parts, output / ROWS_PER_GROUP, output % ROWS_PER_SET);
+        uint of_group = output % ROWS_PER_GROUP, of_set = of_group / ROWS_PER_SET, t = output / ROWS_PER_GROUP;
+        if (output != lane) added = addend(group_row + of_group, t);
+        finish(group_row + of_set * ROWS_PER_SET, of_set, n_parts, t, output % ROWS_PER_SET, added);
     }
 }
