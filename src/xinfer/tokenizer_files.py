@@ -348,7 +348,10 @@ def _surrounding(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
     tokens = [token for token in (bos, eos) if token is not None]
     for token in tokens:
         if backend.token_to_id(token) is None:
-            raise TokenizerError(f"every text should begin or end with {token!r}, which the vocabulary does not have")
+            raise TokenizerError(
+                f"every text should begin or end with {token!r:.80}, which the vocabulary does not have; correct "
+                "add_bos_token and add_eos_token in tokenizer_config.json, or the tokens that they add"
+            )
     single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     return processors.TemplateProcessing(
         single=single, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(tokens)]

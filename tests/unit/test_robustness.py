@@ -368,6 +368,25 @@ def test_a_template_refuses_in_few_words() -> None:
     assert len(str(caught.value)) < 1200
 
 
+def test_broken_templates_are_quoted_in_few_words() -> None:
+    user = [{"role": "user", "content": "x"}]
+    with pytest.raises(ChatTemplateError, match="line 1: ") as caught:
+        ChatTemplate("{% " + "x" * 50_000 + " %}", special_tokens={}).render(user)
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(ChatTemplateError, match="has no template named 'default', only a") as caught:
+        ChatTemplate({f"a{n}": "" for n in range(10_000)}, special_tokens={}).render(user)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_token_around_every_text_is_quoted_in_few_words(own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint()
+    added = {"add_bos_token": True, "bos_token": "x" * 10_000}
+    change_json(folder / "tokenizer_config.json", lambda data: data.update(added))
+    with pytest.raises(TokenizerError, match=r"begin or end with 'xxx.*correct add_bos_token") as caught:
+        Tokenizer.from_folder(folder)
+    assert len(str(caught.value)) < 400
+
+
 def test_explain_names_where_the_template_was_found(checkpoint: CheckpointFactory) -> None:
     folder = checkpoint()
     assert explain_messages(folder, "hello")["chat_template"] == str(folder / "tokenizer_config.json")
