@@ -119,8 +119,8 @@ class ChatTemplate:
                     self._compiled[name] = self._environment.from_source(self.templates[name])
             except jinja2.TemplateSyntaxError as error:
                 raise ChatTemplateError(
-                    f"{self.origin}, line {error.lineno}: {error.message!s:.500}; expected a Jinja template: mend it, or "
-                    "take it from the original checkpoint"
+                    f"{self.origin}, line {error.lineno}: {error.message!s:.500}; expected a Jinja template: mend it, "
+                    "or take it from the original checkpoint"
                 ) from error
             except Exception as error:
                 raise ChatTemplateError(f"{self.origin} cannot be compiled: {_words(error)}") from error

@@ -217,6 +217,52 @@ def test_late_tokens_get_the_ids_that_they_say(own_checkpoint: CheckpointFactory
 
 
 @pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens_decoder": {"x": {"content": "<new>"}}}, "gives 'x' as the id of an added token"),
+        ({"added_tokens_decoder": {"+376": {"content": "<new>"}}}, r"gives '\+376' as the id"),
+        ({"added_tokens_decoder": {"1" * 5000: {"content": "<new>"}}}, "as the id of an added token; expected a whole"),
+        ({"add_bos_token": 1}, "add_bos_token is 1; expected true or false"),
+        ({"add_eos_token": []}, r"add_eos_token is \[\]; expected true or false"),
+        ({"extra_special_tokens": 5}, "additional special tokens are 5; expected a list"),
+    ],
+)
+def test_tokenizer_configs_are_refused_in_our_own_words(
+    change: dict[str, Any], message: str, own_checkpoint: CheckpointFactory
+) -> None:
+    folder = own_checkpoint()
+    change_json(folder / "tokenizer_config.json", lambda data: data.update(change))
+    with pytest.raises(TokenizerError, match=message) as caught:
+        Tokenizer.from_folder(folder)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32, 1.0, "1", None, True])
+def test_ids_of_older_files_are_whole_numbers(token_id: object, own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint()
+    change_json(folder / "tokenizer_config.json", lambda data: data.pop("added_tokens_decoder"))
+    if token_id != "1":  # as a key it would be right
+        (folder / "added_tokens.json").write_text(json.dumps({"<new>": token_id}), encoding="utf-8")
+        with pytest.raises(TokenizerError, match=r"added_tokens\.json gives .* as the id|should have id 4294967296"):
+            Tokenizer.from_folder(folder)
+        (folder / "added_tokens.json").unlink()
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": token_id}), encoding="utf-8")
+    (folder / "merges.txt").write_text("", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"vocab\.json gives 'b' the id .*; expected a whole number"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_integers_of_absurd_length_are_named(name: str, own_checkpoint: CheckpointFactory) -> None:
+    """Python's own words advise a call of sys.set_int_max_str_digits()."""
+    folder = own_checkpoint()
+    (folder / name).write_bytes(b'{"x": ' + b"1" * 5000 + b"}")
+    with pytest.raises(XinferError, match=r"holds an integer of (absurd length|thousands of digits)"):
+        LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
     ("name", "error"),
     [
         ("config.json", ConfigError),
