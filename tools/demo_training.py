@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 CONTEXT = 2048  # max_position_embeddings

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
-import transformers
 from xinfer.model.synthetic import PRESETS, write_checkpoint
 from xinfer.model.weights import ModelWeights
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 import demo_corpus
 from demo_corpus import HELD_OUT, Corpus, Turn
@@ -41,7 +42,6 @@ from demo_training import (
     train,
     window_losses,
 )
-from transformers import AutoTokenizer, Qwen2ForCausalLM
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VOCABULARY = 4096

@@ -111,7 +111,7 @@ class ChatTemplate:
         if name not in self._compiled:
             if name not in self.templates:
                 raise ChatTemplateError(
-                    f"{self.origin} has no template named {name!r}, only {', '.join(sorted(self.templates))}; "
+                    f"{self.origin} has no template named {name!r}, only {', '.join(sorted(self.templates))!s:.200}; "
                     "name one of them so in the checkpoint's folder"
                 )
             try:
@@ -119,8 +119,8 @@ class ChatTemplate:
                     self._compiled[name] = self._environment.from_source(self.templates[name])
             except jinja2.TemplateSyntaxError as error:
                 raise ChatTemplateError(
-                    f"{self.origin}, line {error.lineno}: {error.message}; expected a Jinja template: mend it, or take "
-                    "it from the original checkpoint"
+                    f"{self.origin}, line {error.lineno}: {error.message!s:.500}; expected a Jinja template: mend it, "
+                    "or take it from the original checkpoint"
                 ) from error
             except Exception as error:
                 raise ChatTemplateError(f"{self.origin} cannot be compiled: {_words(error)}") from error

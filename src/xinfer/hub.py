@@ -15,7 +15,7 @@ DEMO_FOLDER = Path(__file__).parent / "demo_model"
 
 _HUB_NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 _NO_GGUF = (
-    "GGUF files are not supported; use the checkpoint they were made from, a folder with config.json and *.safetensors"
+    "GGUF files are not supported; use the checkpoint they come from, a folder with config.json and *.safetensors"
 )
 _INDEX = "model.safetensors.index.json"
 _SMALL_FILES = (

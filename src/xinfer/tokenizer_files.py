@@ -46,6 +46,7 @@ _PARTS = {
         "BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece",
     },
 }  # fmt: skip
+_FLAGS = ("add_bos_token", "add_eos_token")  # settings, though they are called like tokens
 _NESTED = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
@@ -125,8 +126,11 @@ def _parsed(text: str, file: Path) -> dict[str, Any]:
 
     try:
         data = json.loads(text, object_pairs_hook=refuse_duplicates)
-    except (ValueError, RecursionError) as error:
+    except json.JSONDecodeError as error:
         raise TokenizerError(f"{file} is not valid JSON: {error}; download it again") from error
+    except (ValueError, RecursionError) as error:  # ValueError: Python reads no integer of thousands of digits
+        what = "is nested too deeply" if isinstance(error, RecursionError) else "holds an integer of absurd length"
+        raise TokenizerError(f"{file} {what}; download it again") from error
     if not isinstance(data, dict):
         raise TokenizerError(f"{file} holds a {type(data).__name__}; expected a JSON object: download it again")
     return data
@@ -257,6 +261,11 @@ def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
         if line.strip() and not line.startswith("#version"):
             left, _, right = line.rstrip("\r").partition(" ")
             merges.append((left, right))
+    for token, token_id in vocab.items():
+        if type(token_id) is not int or not 0 <= token_id < 2**32:
+            raise TokenizerError(
+                f"{folder / 'vocab.json'} gives {token!r:.80} the id {token_id!r:.80}; expected a whole number"
+            )
     _check_merges(vocab, merges, folder / "merges.txt")
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.normalizer = normalizers.NFC()
@@ -275,14 +284,17 @@ def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any], folder:
     file = folder / "tokenizer_config.json"
     if "added_tokens_decoder" in config:
         listed = _mapping(config["added_tokens_decoder"], "added_tokens_decoder", file)
-        added = {int(i): _added_token(token, file) for i, token in listed.items()}
+        added = {_token_id(i, file): _added_token(token, file) for i, token in listed.items()}
     else:
         legacy = folder / "special_tokens_map.json"
         config = {**config, **(_read_json(legacy) if legacy.is_file() else {})}
         extra = folder / "added_tokens.json"
         by_text = _read_json(extra) if extra.is_file() else {}
         special = set(_special_tokens(config, file).values()) | set(_additional(config))
-        added = {i: AddedToken(t, special=t in special, normalized=t not in special) for t, i in by_text.items()}
+        added = {
+            _token_id(i, extra): AddedToken(t, special=t in special, normalized=t not in special)
+            for t, i in by_text.items()
+        }
     known = {token.content: repr(token) for token in backend.get_added_tokens_decoder().values()}
     new = {}
     for token_id, token in sorted(added.items(), key=lambda item: item[0]):
@@ -299,6 +311,9 @@ def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any], folder:
     backend.add_tokens(
         [AddedToken(t, special=True) for t in named if t not in known and backend.token_to_id(t) is not None]
     )
+    for name in _FLAGS:
+        if not isinstance(config.get(name), bool | None):
+            raise TokenizerError(f"{file}: {name} is {config[name]!r:.80}; expected true or false")
     if "add_bos_token" in config or "add_eos_token" in config:
         bos = names.get("bos_token") if config.get("add_bos_token") else None
         eos = names.get("eos_token") if config.get("add_eos_token") else None
@@ -310,7 +325,7 @@ def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
     """The named special tokens: every `..._token` that is a string or an added token."""
     qwen2 = str(config.get("tokenizer_class", "")).startswith("Qwen2Tokenizer")
     named = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>") if qwen2 else {}
-    named.update({name: value for name, value in config.items() if name.endswith("_token")})
+    named.update({name: value for name, value in config.items() if name.endswith("_token") and name not in _FLAGS})
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
         named.update(extra)
@@ -326,6 +341,10 @@ def _special_tokens(config: Mapping[str, Any], file: Path) -> dict[str, str]:
 
 def _additional(config: Mapping[str, Any]) -> list[str]:
     listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    if not isinstance(listed, list | dict):
+        raise TokenizerError(
+            f"the tokenizer's additional special tokens are {listed!r:.80}; expected a list of strings"
+        )
     found = [token.get("content") if isinstance(token, dict) else token for token in listed]
     return [token for token in found if isinstance(token, str)]
 
@@ -334,6 +353,14 @@ def _mapping(value: Any, name: str, file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise TokenizerError(f"{file}: {name} is {value!r:.80}; expected an object")
     return value
+
+
+def _token_id(value: Any, file: Path) -> int:
+    """An id from a file that has it as a number or as a key."""
+    digits = value if isinstance(value, str) else str(value) if type(value) is int else ""
+    if not (digits.isascii() and digits.isdigit() and len(digits) <= 10):
+        raise TokenizerError(f"{file} gives {value!r:.80} as the id of an added token; expected a whole number")
+    return int(digits)
 
 
 def _added_token(token: Any, file: Path) -> AddedToken:
@@ -348,7 +375,10 @@ def _surrounding(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None
     tokens = [token for token in (bos, eos) if token is not None]
     for token in tokens:
         if backend.token_to_id(token) is None:
-            raise TokenizerError(f"every text should begin or end with {token!r}, which the vocabulary does not have")
+            raise TokenizerError(
+                f"every text should begin or end with {token!r:.80}, which the vocabulary does not have; correct "
+                "add_bos_token and add_eos_token in tokenizer_config.json, or the tokens that they add"
+            )
     single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
     return processors.TemplateProcessing(
         single=single, special_tokens=[(token, backend.token_to_id(token)) for token in dict.fromkeys(tokens)]

@@ -5,8 +5,8 @@ Each is used in place of the whole path, and does its harm at a case that is non
 
 from __future__ import annotations
 
+import ctypes
 import os
-import sys
 import time
 from pathlib import Path
 
@@ -93,13 +93,9 @@ def leave(folder: Path) -> None:
         os._exit(0)
 
 
-def stack_overflow(folder: Path) -> None:
+def segfault(folder: Path) -> None:
     if _is_time():
-        sys.setrecursionlimit(10**9)
-        nested: object = None
-        for _ in range(10**6):
-            nested = [nested]
-        repr(nested)
+        ctypes.string_at(0)
 
 
 def peak(folder: Path) -> None:

@@ -34,7 +34,7 @@ def run_planted(fault: str, folder: Path, *, cases: int = 6, warm_up: int = 2) -
         ("slow", "slow", "2.1"),
         ("abort", "died", "-6"),
         ("leave", "died", "status 0"),
-        ("stack_overflow", "died", "-11"),
+        ("segfault", "died", "-11"),
         ("peak", "peak", "300 MB while it ran"),
     ],
 )

@@ -23,6 +23,7 @@ from xinfer.gpu.api import Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PYTHONPATH = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tools")))  # of processes that tests start
 BACKENDS = ["vulkan"]
 BETWEEN_SUBMISSIONS = "VALIDATION_CHECK_ENABLE_SYNCHRONIZATION_VALIDATION_QUEUE_SUBMIT"
 VALIDATION = os.environ.get("XINFER_TEST_VALIDATION", "1") != "0"
@@ -135,7 +136,7 @@ def run_with_subgroups(_environment: None) -> Callable[..., str]:
         pytest.skip("only the software driver has a choice of subgroup sizes")
 
     def run(size: int, *arguments: str, timeout_s: float = 300) -> str:
-        environment = {**os.environ, "LP_NATIVE_VECTOR_WIDTH": str(32 * size), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+        environment = {**os.environ, "LP_NATIVE_VECTOR_WIDTH": str(32 * size), "PYTHONPATH": PYTHONPATH}
         result = subprocess.run(
             [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
         )

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gpu import tiny_spirv
-from tests.gpu.conftest import VALIDATION
+from tests.gpu.conftest import PYTHONPATH, VALIDATION
 from tests.gpu.long_work import SOFTWARE_TRIPS, start_long_work, start_work
 
 from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
@@ -320,7 +320,7 @@ def test_threads_share_a_device(open_vulkan: OpenVulkan, options: VulkanOptions)
 
 def run_script(code: str, *, interrupt_after_line: str | None = None, timeout_s: float = 60) -> tuple[int, str, str]:
     """Run Python code in a process; send SIGINT once it has printed a line."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(code)],
         env=environment,
@@ -328,6 +328,7 @@ def run_script(code: str, *, interrupt_after_line: str | None = None, timeout_s:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & may have had it ignored
     )
     output = ""
     if interrupt_after_line is not None:

@@ -305,6 +305,7 @@ def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path, termi
     chat.wait_for(rb"Who\?\r\n.{20}")  # the answer has begun; greedily it goes on to the context's end
     chat.interrupt()
     chat.wait_for(rb"tok/s.*\r\n\r\n\(stopped; Ctrl-D or /exit leaves\)\r\n> ")
+    time.sleep(1)  # a signal between the prompt and the reading of the line waits for a key
     chat.interrupt()  # at the prompt: the line is given up, the program stays
     chat.wait_for(rb"\(stopped; Ctrl-D or /exit leaves\)\r\n> ")
     chat.type(b"/nope\n")

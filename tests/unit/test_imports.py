@@ -42,6 +42,7 @@ THIRD_PARTY = {
     "model": {"numpy", "ml_dtypes", "safetensors", "tokenizers"},  # tokenizers: only synthetic, to write one
     "engine": {"numpy"},
     "llm": set(),
+    "checkpoint": {"numpy"},
     "gpu": {"numpy"},
     "gpu_model": {"ml_dtypes", "numpy"},
     "kv_cache": {"numpy"},

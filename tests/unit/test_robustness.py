@@ -149,13 +149,6 @@ def test_no_accepted_pattern_exhausts_the_library() -> None:
     assert refused > 100
 
 
-def test_the_library_does_panic_where_it_is_not_kept_from_it(capfd: pytest.CaptureFixture[str]) -> None:
-    """Why patterns are checked at all. Where this fails, the library has learnt to report it."""
-    with pytest.raises(BaseException, match="retry-limit-in-match over"):
-        pre_tokenizers.Split(Regex("(a|a)*[bc]"), "isolated").pre_tokenize_str("a" * 48 + "!c")
-    assert "panicked" in capfd.readouterr().err
-
-
 def change_json(file: Path, change: Callable[[Any], object]) -> None:
     data = json.loads(file.read_text(encoding="utf-8"))
     change(data)
@@ -213,6 +206,52 @@ def test_late_tokens_get_the_ids_that_they_say(own_checkpoint: CheckpointFactory
     assert tokenizer.encode("<extra 0><extra 2999>") == [376, 3375]
     assert [tokenizer.is_special(token) for token in (376, 377, 3374, 3375)] == [True, False, True, False]
     with pytest.raises(TokenizerError, match="2992 tokens past the model's vocabulary"):
+        LLM(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"added_tokens_decoder": {"x": {"content": "<new>"}}}, "gives 'x' as the id of an added token"),
+        ({"added_tokens_decoder": {"+376": {"content": "<new>"}}}, r"gives '\+376' as the id"),
+        ({"added_tokens_decoder": {"1" * 5000: {"content": "<new>"}}}, "as the id of an added token; expected a whole"),
+        ({"add_bos_token": 1}, "add_bos_token is 1; expected true or false"),
+        ({"add_eos_token": []}, r"add_eos_token is \[\]; expected true or false"),
+        ({"extra_special_tokens": 5}, "additional special tokens are 5; expected a list"),
+    ],
+)
+def test_tokenizer_configs_are_refused_in_our_own_words(
+    change: dict[str, Any], message: str, own_checkpoint: CheckpointFactory
+) -> None:
+    folder = own_checkpoint()
+    change_json(folder / "tokenizer_config.json", lambda data: data.update(change))
+    with pytest.raises(TokenizerError, match=message) as caught:
+        Tokenizer.from_folder(folder)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**32, 1.0, "1", None, True])
+def test_ids_of_older_files_are_whole_numbers(token_id: object, own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint()
+    change_json(folder / "tokenizer_config.json", lambda data: data.pop("added_tokens_decoder"))
+    if token_id != "1":  # as a key it would be right
+        (folder / "added_tokens.json").write_text(json.dumps({"<new>": token_id}), encoding="utf-8")
+        with pytest.raises(TokenizerError, match=r"added_tokens\.json gives .* as the id|should have id 4294967296"):
+            Tokenizer.from_folder(folder)
+        (folder / "added_tokens.json").unlink()
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": token_id}), encoding="utf-8")
+    (folder / "merges.txt").write_text("", encoding="utf-8")
+    with pytest.raises(TokenizerError, match=r"vocab\.json gives 'b' the id .*; expected a whole number"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_integers_of_absurd_length_are_named(name: str, own_checkpoint: CheckpointFactory) -> None:
+    """Python's own words advise a call of sys.set_int_max_str_digits()."""
+    folder = own_checkpoint()
+    (folder / name).write_bytes(b'{"x": ' + b"1" * 5000 + b"}")
+    with pytest.raises(XinferError, match=r"holds an integer of (absurd length|thousands of digits)"):
         LLM(folder, device="cpu")
 
 
@@ -366,6 +405,25 @@ def test_a_template_refuses_in_few_words() -> None:
     with pytest.raises(ChatTemplateError, match=r"refuses these messages: \\x1b\[31mno no") as caught:
         template.render([{"role": "user", "content": "x"}])
     assert len(str(caught.value)) < 1200
+
+
+def test_broken_templates_are_quoted_in_few_words() -> None:
+    user = [{"role": "user", "content": "x"}]
+    with pytest.raises(ChatTemplateError, match="line 1: ") as caught:
+        ChatTemplate("{% " + "x" * 50_000 + " %}", special_tokens={}).render(user)
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(ChatTemplateError, match="has no template named 'default', only a") as caught:
+        ChatTemplate({f"a{n}": "" for n in range(10_000)}, special_tokens={}).render(user)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_token_around_every_text_is_quoted_in_few_words(own_checkpoint: CheckpointFactory) -> None:
+    folder = own_checkpoint()
+    added = {"add_bos_token": True, "bos_token": "x" * 10_000}
+    change_json(folder / "tokenizer_config.json", lambda data: data.update(added))
+    with pytest.raises(TokenizerError, match=r"begin or end with 'xxx.*correct add_bos_token") as caught:
+        Tokenizer.from_folder(folder)
+    assert len(str(caught.value)) < 400
 
 
 def test_explain_names_where_the_template_was_found(checkpoint: CheckpointFactory) -> None:

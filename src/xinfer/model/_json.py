@@ -109,8 +109,10 @@ def parse_json_object(data: bytes, *, where: str, error: type[CheckpointError]) 
         raise error(f"{where} is not UTF-8 text: byte {problem.start} cannot be decoded") from problem
     except RecursionError as problem:
         raise error(f"{where} is nested too deeply to be a checkpoint's JSON") from problem
-    except ValueError as problem:  # a syntax error, or an integer of thousands of digits
+    except json.JSONDecodeError as problem:
         raise error(f"{where} is not valid JSON: {problem}") from problem
+    except ValueError as problem:  # Python reads no integer of thousands of digits
+        raise error(f"{where} holds an integer of thousands of digits; expected a number in range") from problem
     if not isinstance(value, dict):
         raise error(f"{where} holds {shown(value)} at the top; expected a JSON object")
     return value

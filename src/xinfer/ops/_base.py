@@ -29,6 +29,9 @@ BAD_TOKEN = 0xFFFF_FFFF  # in the ring of chosen tokens: the logits held NaN or 
 FLAG_NOT_FINITE = 1
 
 
+MAX_SUBGROUPS = 32  # in a workgroup of full subgroups: the smallest limit among drivers (lavapipe)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowState:
     """One row of a step, as it lies in the state buffer (`STATE_BYTES` bytes)."""
@@ -175,6 +178,9 @@ class KernelSet:
     def usable(self, variant_id: str) -> bool:
         """Whether the device can run a variant, and nobody forbade it."""
         variant, info = variants()[variant_id], self.device.info
+        lanes = math.prod(variant.workgroup)
+        if "subgroup_arithmetic" in variant.needs and lanes > MAX_SUBGROUPS * info.subgroup_size_default:
+            return False
         if variant.subgroup_size is not None and variant.subgroup_size != info.subgroup_size_default:
             within = info.subgroup_size_min <= variant.subgroup_size <= info.subgroup_size_max
             if not within or "subgroup_size_control" not in info.features:
@@ -183,7 +189,7 @@ class KernelSet:
             variant_id not in self.quarantine
             and variant.needs <= info.features
             and variant.shared_bytes <= info.max_shared_bytes
-            and math.prod(variant.workgroup) <= info.max_workgroup_invocations
+            and lanes <= info.max_workgroup_invocations
         )
 
     def first_usable(self, candidates: Sequence[str]) -> Variant:
