@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import CheckpointFactory
-from tools import build_shaders
 
+import build_shaders
 from xinfer import LLM, gpu
 from xinfer.checkpoint import Checkpoint
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, RequestError
