@@ -386,11 +386,11 @@ def test_ctrl_c_while_starting_shows_no_traceback(folder: Path, delay: float) ->
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
     # Before our first line runs, Python itself reports the signal; from there on it is ours.
-    assert b"xinfer/cli.py" not in errors
+    assert b"xinfer/cli/" not in errors
     assert process.returncode in (130, -signal.SIGINT)
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
-    from xinfer.cli import _visible
+    from xinfer.cli.output import visible
 
-    assert _visible("a\x1b[31mb\x07\x9bc\td\né") == "a\ufffd[31mb\ufffd\ufffdc\td\né"
+    assert visible("a\x1b[31mb\x07\x9bc\td\né") == "a\ufffd[31mb\ufffd\ufffdc\td\né"
