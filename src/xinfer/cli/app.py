@@ -19,10 +19,11 @@ from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, say
 from xinfer.cli.status import INTERNAL, INTERRUPTED
 from xinfer.cli.synth import synth
+from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, verify, synth)
 
 
 class _Group(TyperGroup):
