@@ -141,6 +141,7 @@ class LLM:
         self._loaded = load_model(self.checkpoint.folder, device=device, context=context, progress=progress)
         self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
         self.device = self._loaded.device_name
+        self.is_software = self._loaded.is_software
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -280,7 +281,8 @@ class LoadedModel:
         self.model = model
         self.device = device  # None: the CPU
         info = None if device is None else device.info
-        software = " (software)" if info is not None and info.kind == "cpu" else ""
+        self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
+        software = " (software)" if self.is_software else ""
         self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ ALLOWED = {
     "__main__": {"cli"},
     "_version": set(),
     "errors": set(),
-    "cli": {"_version", "hub", "inspection", "llm", "model", "progress", "sampling"},
+    "cli": {"_version", "gpu", "hub", "inspection", "llm", "model", "progress", "sampling"},
     "inspection": {"checkpoint", "gpu", "model"},
     "llm": {"checkpoint", "engine", "gpu", "gpu_model", "model", "sampling", "settings", "tokenizer"},
     "gpu_model": {"gpu", "kv_cache", "model", "ops"},
