@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
+from xinfer.quarantine import Quarantine, describe
 from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
@@ -24,6 +26,8 @@ from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
 
 CPU = "cpu"
+
+_log = logging.getLogger("xinfer")  # warnings go to stderr where nobody has set up logging
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,6 +309,8 @@ def load_model(
 ) -> LoadedModel:
     """The model of a folder on a device, which the caller closes. See `LLM` for the arguments.
 
+    Kernels that `xinfer doctor` put in quarantine are not used; a warning names them.
+
     Raises:
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
@@ -318,8 +324,13 @@ def load_model(
             progress("load", done, total)
 
     try:
+        forbidden = Quarantine(warn=_log.warning).entries_for(opened.info)
+        if forbidden:
+            _log.warning(describe(opened.info, forbidden))
+        variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
-            return LoadedModel(QwenModel.load(weights, opened, context=context, progress=loaded), opened)
+            model = QwenModel.load(weights, opened, context=context, quarantine=variants, progress=loaded)
+        return LoadedModel(model, opened)
     except BaseException:
         opened.close()
         raise
