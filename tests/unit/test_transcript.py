@@ -169,7 +169,7 @@ def test_the_bound_counts_what_normalization_joins() -> None:
     """Three letters of Hangul become one syllable, and that is the longest token: as tight as it gets."""
     syllable = "\uac01"  # U+1100 U+1161 U+11A8
     cutter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    first, second, third = cutter.pre_tokenize_str(syllable)[0][0]
+    first, second, third = list(cutter.pre_tokenize_str(syllable)[0][0])
     words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), first + second, first + second + third]
     vocabulary = {word: token for token, word in enumerate(words)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[(first, second), (first + second, third)]))
