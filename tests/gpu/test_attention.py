@@ -149,8 +149,8 @@ def run(
             if again:
                 on.recording.barrier()
             if turns:
-                table, *qkv = inputs
-                ops.turn_attention(on, plan, state, table, *qkv, cache, target, **options)
+                table, own_q, k, v = inputs
+                ops.turn_attention(on, plan, state, table, own_q, k, v, cache, target, **options)
             else:
                 ops.attention(on, plan, state, q, cache, target, **options)
 
