@@ -15,7 +15,7 @@ RUNS = 9
 CASES = {
     "bare Python": ["-c", "pass"],
     "import xinfer": ["-c", "import xinfer"],
-    "import xinfer.cli": ["-c", "import xinfer.cli"],
+    "import xinfer.cli.app": ["-c", "import xinfer.cli.app"],
     "xinfer --help": ["-m", "xinfer", "--help"],
 }
 
@@ -30,7 +30,7 @@ def main() -> None:
             times[name].append(time.perf_counter() - started)
     bare = min(times["bare Python"])
     for name, values in times.items():
-        print(f"{name:<18} {min(values):.3f} s  (+{min(values) - bare:.3f} s)")
+        print(f"{name:<22} {min(values):.3f} s  (+{min(values) - bare:.3f} s)")
 
 
 if __name__ == "__main__":

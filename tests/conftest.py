@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,14 @@ import pytest
 from xinfer.model.synthetic import PRESETS, SyntheticSpec, write_checkpoint
 
 CheckpointFactory = Callable[..., Path]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_quarantine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What the user's own `xinfer doctor` found is no part of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XINFER_QUARANTINE", str(tmp_path_factory.mktemp("state") / "quarantine.json"))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,13 @@
 
 import sys
 
-INTERRUPTED = 130  # what a shell reports for Ctrl-C
+from xinfer.cli.status import INTERRUPTED
 
 
 def main() -> None:
     """Import the command line and run it."""
     try:
-        from xinfer.cli import main as run
+        from xinfer.cli.app import main as run
 
         run()
     except KeyboardInterrupt:

@@ -66,6 +66,11 @@ def resolve(model: str | Path | None) -> Path:
     return _download(match["repo"], match["revision"])
 
 
+def is_model_name(text: str) -> bool:
+    """Whether `text` looks like a model's name to a person: the demo model's, a folder's, or one on the hub."""
+    return text == DEMO or _is_dir(Path(text or "\0").expanduser()) or _HUB_NAME.fullmatch(text) is not None
+
+
 def _model_folder(folder: Path) -> Path:
     if os.path.lexists(folder / "config.json"):
         return folder

@@ -39,7 +39,7 @@ def missing(reason: str) -> None:
 def no_messages(device: Device) -> None:
     """Fail on anything that the validation layers said."""
     messages = device.drain_debug_messages()
-    assert not messages, "\n\n".join(messages)
+    assert not messages, "\n\n".join(map(str, messages))
 
 
 @pytest.fixture(scope="session", autouse=True)

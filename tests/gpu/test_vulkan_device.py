@@ -46,7 +46,7 @@ def path_device(shared_path_device: VulkanDevice) -> Iterator[VulkanDevice]:
     yield device
     device.flush_uploads()
     messages = device.drain_debug_messages()
-    assert not messages, "\n\n".join(messages)
+    assert not messages, "\n\n".join(map(str, messages))
     device.collect()
     grown = {kind: n - before.get(kind, 0) for kind, n in device.live_objects().items() if n > before.get(kind, 0)}
     assert grown.keys() <= KEPT | STAGING

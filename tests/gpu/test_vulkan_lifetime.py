@@ -23,7 +23,7 @@ from tests.gpu.long_work import SOFTWARE_TRIPS, start_long_work, start_work
 from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import vulkan
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu.api import Ticket
+from xinfer.gpu.api import RemovedReason, Ticket
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
 OpenVulkan = Callable[..., VulkanDevice]
@@ -180,8 +180,12 @@ def test_what_the_driver_tells_of_a_loss_is_passed_on(open_vulkan: OpenVulkan, m
 
     monkeypatch.setattr(device.core, "features", device.core.features | {"device_fault"})
     monkeypatch.setitem(vars(device.core.vk), "vkGetDeviceFaultInfoEXT", get_fault_info)
+    assert device.removed_reason() == RemovedReason("VK_SUCCESS", 0)
     with pytest.raises(DeviceLostError, match=r"vkX failed: .*LOST \(a page fault; address 0xdead000; MMU\)"):
         device.core.check(vk.VK_ERROR_DEVICE_LOST, "vkX")
+    reason = device.removed_reason()
+    assert reason.lost
+    assert str(reason) == "VK_ERROR_DEVICE_LOST (-4); a page fault; address 0xdead000; MMU"
 
 
 def test_a_failed_submission_counts_for_nothing(open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def test_a_missing_barrier_is_reported(open_vulkan: OpenVulkan) -> None:
     recording.fill(x, 1)
     recording.dispatch(kernel, [x, y], [64, 1], (1, 1, 1), "reads what the fill writes")
     recording.finish()
-    messages = device.drain_debug_messages()
+    messages = [str(message) for message in device.drain_debug_messages()]
     assert any("SYNC-HAZARD-READ-AFTER-WRITE" in message for message in messages), messages
     assert any("hazard" in message or "test.axpy" in message for message in messages)  # objects have names
 
@@ -90,7 +90,8 @@ def test_an_invalid_call_is_reported(open_vulkan: OpenVulkan) -> None:
     recording = device.create_recording("bad")
     device.core.vk.vkCmdFillBuffer(recording._open_commands(), buffer.native, 0, 64, 0)
     messages = device.drain_debug_messages()
-    assert any("too small" in message for message in messages), messages
+    assert any("too small" in message.text for message in messages), messages
+    assert [(m.severity, m.id) for m in messages] == [("error", "VUID-vkCmdFillBuffer-size-00027")]
 
 
 def test_timestamps_grow_and_are_in_order(device: Device) -> None:

@@ -21,6 +21,12 @@ def test_it_is_a_device() -> None:
     device.close()
 
 
+def test_it_is_never_lost_and_says_nothing() -> None:
+    with NullDevice() as device:
+        assert not device.removed_reason().lost
+        assert device.drain_debug_messages() == []
+
+
 def test_it_notes_what_is_recorded() -> None:
     with NullDevice() as device:
         x, y = device.create_buffer(1024, label="x"), device.create_buffer(512, label="y")

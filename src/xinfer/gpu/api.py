@@ -13,6 +13,7 @@ from typing import Literal, Protocol, Self
 
 BufferKind = Literal["device", "upload", "readback"]
 DeviceKind = Literal["discrete", "integrated", "virtual", "cpu", "other"]
+Severity = Literal["corruption", "error", "warning", "info", "message"]
 Bytes = bytes | bytearray | memoryview
 Groups = tuple[int, int, int]
 
@@ -81,6 +82,36 @@ class MemoryStatus:
     def free(self) -> int:
         """Bytes that may still be allocated."""
         return max(0, self.budget - self.used)
+
+
+@dataclass(frozen=True, slots=True)
+class DebugMessage:
+    """What a debug or validation layer said."""
+
+    severity: Severity
+    id: str  # "VUID-vkCmdFillBuffer-size-00026", or the number of a D3D12_MESSAGE_ID; "" where there is none
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.severity} {self.id}: {self.text}" if self.id else f"{self.severity}: {self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedReason:
+    """Why the driver gave a device up, or that it did not."""
+
+    name: str  # "S_OK", "DXGI_ERROR_DEVICE_HUNG", "VK_ERROR_DEVICE_LOST", ...
+    code: int  # the HRESULT as an unsigned number, or the VkResult
+    details: tuple[str, ...] = ()  # what the driver adds: the last commands that it began and ended, page faults
+
+    @property
+    def lost(self) -> bool:
+        """Whether the device is gone."""
+        return self.code != 0
+
+    def __str__(self) -> str:
+        code = f"{self.code:#010x}" if self.code >= 0 else str(self.code)
+        return "; ".join([f"{self.name} ({code})", *self.details])
 
 
 class Buffer(Protocol):
@@ -236,8 +267,11 @@ class Device(Protocol):
     def live_objects(self) -> dict[str, int]:
         """Native objects alive by type, those at zero left out: {} once everything is released."""
 
-    def drain_debug_messages(self) -> list[str]:
+    def drain_debug_messages(self) -> list[DebugMessage]:
         """What the validation layers said since the last call; empty without `debug`."""
+
+    def removed_reason(self) -> RemovedReason:
+        """Why the device was lost; its `lost` is False as long as it is not. Also to be asked of a closed device."""
 
     def close(self) -> None:
         """Wait (bounded) for the work in flight and give everything back; may be called twice."""

@@ -15,12 +15,14 @@ from xinfer.gpu.api import (
     BufferKind,
     BufferSlice,
     Bytes,
+    DebugMessage,
     DeviceInfo,
     Groups,
     Kernel,
     KernelCode,
     MemoryStatus,
     Recording,
+    RemovedReason,
     Ticket,
 )
 
@@ -286,9 +288,13 @@ class NullDevice:
         """Objects alive by type."""
         return dict(+self._alive)
 
-    def drain_debug_messages(self) -> list[str]:
+    def drain_debug_messages(self) -> list[DebugMessage]:
         """Nothing."""
         return []
+
+    def removed_reason(self) -> RemovedReason:
+        """Never lost."""
+        return RemovedReason("OK", 0)
 
     def close(self) -> None:
         """Close it; may be called twice."""

@@ -26,7 +26,19 @@ from xinfer.gpu._vk.memory import Allocator, BufferOwner, VulkanBuffer, as_slice
 from xinfer.gpu._vk.queue import FenceQueue, Queue, TimelineQueue
 from xinfer.gpu._vk.recording import VulkanRecording
 from xinfer.gpu._vk.transfer import Transfers
-from xinfer.gpu.api import Bindable, BufferKind, Bytes, Device, DeviceInfo, KernelCode, MemoryStatus, Recording, Ticket
+from xinfer.gpu.api import (
+    Bindable,
+    BufferKind,
+    Bytes,
+    DebugMessage,
+    Device,
+    DeviceInfo,
+    KernelCode,
+    MemoryStatus,
+    Recording,
+    RemovedReason,
+    Ticket,
+)
 
 CLOSE_TIMEOUT_S = 10.0
 HOW_TO_GET_LOADER = {
@@ -213,9 +225,15 @@ class VulkanDevice(BufferOwner):
             counts["VkInstance"] = 1
         return counts
 
-    def drain_debug_messages(self) -> list[str]:
+    def drain_debug_messages(self) -> list[DebugMessage]:
         """What the validation layers said since the last call; empty without `debug`."""
         return self._instance.messages.drain() if self._instance.messages else []
+
+    def removed_reason(self) -> RemovedReason:
+        """VK_ERROR_DEVICE_LOST once a call answered with it, and what VK_EXT_device_fault tells; else VK_SUCCESS."""
+        if self.core.lost is None:
+            return RemovedReason("VK_SUCCESS", vk.VK_SUCCESS)
+        return RemovedReason("VK_ERROR_DEVICE_LOST", vk.VK_ERROR_DEVICE_LOST, self.core.fault)
 
     def retire(self, *handles: Handle) -> None:
         """Destroy these once the work in flight has ended."""

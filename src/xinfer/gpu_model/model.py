@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from types import TracebackType
 from typing import Literal, NoReturn, Self
 
@@ -37,12 +37,19 @@ class QwenModel:
     """
 
     def __init__(
-        self, device: Device, config: Qwen2Config, weights: DeviceWeights, plan: MemoryPlan, *, context: int
+        self,
+        device: Device,
+        config: Qwen2Config,
+        weights: DeviceWeights,
+        plan: MemoryPlan,
+        *,
+        context: int,
+        quarantine: Iterable[str] = (),
     ) -> None:
         self.config = config
         self.device = device
         self._weights = weights
-        self._steps = Steps(device, config, weights, plan, context=context)
+        self._steps = Steps(device, config, weights, plan, context=context, quarantine=quarantine)
         self._lock = threading.RLock()
         self._chunk = FIRST_CHUNK  # rows of the next chunk of a prompt
         self._chunk_limit = plan.rows
@@ -57,6 +64,7 @@ class QwenModel:
         *,
         kv_dtype: KVType = "f16",
         context: int | None = None,
+        quarantine: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Self:
         """Upload every weight once. The checkpoint is not needed afterwards; closing it is left to the caller.
@@ -67,12 +75,14 @@ class QwenModel:
             kv_dtype: type of the KV cache.
             context: tokens of one sequence that must fit beside the weights; None asks for a small cache, which grows
                 with the need.
+            quarantine: ids of kernel variants that must not be used; others are chosen in their place.
             progress: called with bytes read and bytes in all.
 
         Raises:
             OutOfMemoryError: the device has too little memory; nothing has been read. It says what is missing and
                 which context would fit.
             WeightsError: the checkpoint cannot be read, or has values beyond the range of f16.
+            DeviceError: the quarantine leaves no variant of an op.
         """
         config, layout = weights.config, WeightsLayout(weights)
         most = context or config.max_context
@@ -80,7 +90,7 @@ class QwenModel:
         plan.check(device, context)
         loaded = DeviceWeights(device, weights, layout, progress)
         try:
-            return cls(device, config, loaded, plan, context=most)
+            return cls(device, config, loaded, plan, context=most, quarantine=quarantine)
         except BaseException:
             loaded.release()
             raise

@@ -5,7 +5,7 @@ All of them belong to one generation of the cache's pool and are made again in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from typing import Literal
@@ -49,7 +49,14 @@ class Steps:
     """The recordings of one model, and every buffer that they use but the weights."""
 
     def __init__(
-        self, device: Device, config: Qwen2Config, weights: DeviceWeights, plan: MemoryPlan, *, context: int
+        self,
+        device: Device,
+        config: Qwen2Config,
+        weights: DeviceWeights,
+        plan: MemoryPlan,
+        *,
+        context: int,
+        quarantine: Iterable[str] = (),
     ) -> None:
         self.device = device
         self.config = config
@@ -62,7 +69,7 @@ class Steps:
         self._tuning = Tuning()
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
-            self.kernels = held.enter_context(KernelSet(device))
+            self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine))
             held.callback(self._forget)
             self.pool = BlockPool(device, plan.shape, context=context)
             held.callback(self.pool.release)

@@ -200,7 +200,11 @@ class KernelSet:
         named = [candidate for candidate in candidates if candidate in self.quarantine]
         raise DeviceError(
             f"{self.device.info.name} can run none of {', '.join(candidates)}"
-            + (f" (in quarantine: {', '.join(named)}; `xinfer doctor` tries them again)" if named else "")
+            + (
+                f" (in quarantine: {', '.join(named)}; `xinfer doctor` tries them again, device='cpu' goes without)"
+                if named
+                else ""
+            )
         )
 
     def kernel(self, variant: Variant) -> Kernel:

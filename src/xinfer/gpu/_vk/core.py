@@ -70,6 +70,7 @@ class Core:
         self.features = features
         self.debug = adapter.instance.messages is not None
         self.lost: str | None = None
+        self.fault: tuple[str, ...] = ()  # what the driver said about the loss
         self.closed = False
         self._process = os.getpid()
         self._handles: dict[int, Handle] = {}  # by identity, in the order of making
@@ -120,7 +121,9 @@ class Core:
         """`native.check`, which remembers a lost device and adds what the driver says about it."""
         if result == vk.VK_ERROR_DEVICE_LOST:
             if self.lost is None:
-                self.lost = f"{call} failed: VK_ERROR_DEVICE_LOST{self._fault()}"
+                self.fault = self._ask_fault()
+                told = f" ({'; '.join(self.fault)})" if self.fault else ""
+                self.lost = f"{call} failed: VK_ERROR_DEVICE_LOST{told}"
             raise DeviceLostError(f"{self.lost}; open the device again")
         return native.check(result, call)
 
@@ -221,24 +224,24 @@ class Core:
         memory = vk.VkMemoryBarrier(srcAccessMask=writes, dstAccessMask=reads | writes)
         self.vk.vkCmdPipelineBarrier(command_buffer, family.stages, seen_by, 0, 1, pointer(memory), 0, None, 0, None)
 
-    def _fault(self) -> str:
-        """What VK_EXT_device_fault tells about the loss, as the tail of a message."""
+    def _ask_fault(self) -> tuple[str, ...]:
+        """What VK_EXT_device_fault tells about the loss."""
         if "device_fault" not in self.features:
-            return ""
+            return ()
         counts, info = vk.VkDeviceFaultCountsEXT(), vk.VkDeviceFaultInfoEXT()
         get = self.vk.vkGetDeviceFaultInfoEXT
         if get(self.device, byref(counts), None) < 0:
-            return ""
+            return ()
         addresses = (vk.VkDeviceFaultAddressInfoKHR * max(1, counts.addressInfoCount))()
         vendors = (vk.VkDeviceFaultVendorInfoKHR * max(1, counts.vendorInfoCount))()
         counts.vendorBinarySize = 0
         info.pAddressInfos, info.pVendorInfos = addresses, vendors
         if get(self.device, byref(counts), byref(info)) < 0:
-            return ""
+            return ()
         parts = [info.description.decode(errors="replace")]
         parts += [f"address {a.reportedAddress:#x}" for a in addresses[: counts.addressInfoCount]]
         parts += [v.description.decode(errors="replace") for v in vendors[: counts.vendorInfoCount]]
-        return f" ({'; '.join(part for part in parts if part)})"
+        return tuple(part for part in parts if part)
 
 
 def u32(*values: int) -> Array[c_uint32]:

@@ -11,11 +11,16 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import native
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk.features import Version
+from xinfer.gpu.api import DebugMessage, Severity
 from xinfer.gpu.native import chain, check
 
 VALIDATION_LAYER = "VK_LAYER_KHRONOS_validation"
 NEWEST = (1, 3)  # what the feature table knows
 MESSAGES_KEPT = 1000
+SEVERITIES: dict[int, Severity] = {
+    vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_ERROR_BIT_EXT: "error",
+    vk.VK_DEBUG_UTILS_MESSAGE_SEVERITY_WARNING_BIT_EXT: "warning",
+}
 
 
 def pack_version(version: Version) -> int:
@@ -32,7 +37,7 @@ class DebugMessages:
     """What the validation layers say, collected from whatever thread they say it on."""
 
     def __init__(self) -> None:
-        self._messages: deque[str] = deque(maxlen=MESSAGES_KEPT)
+        self._messages: deque[DebugMessage] = deque(maxlen=MESSAGES_KEPT)
         self._lock = threading.Lock()
         self.callback = vk.PFN_vkDebugUtilsMessengerCallbackEXT(self._receive)
 
@@ -46,17 +51,20 @@ class DebugMessages:
             pfnUserCallback=self.callback,
         )
 
-    def drain(self) -> list[str]:
+    def drain(self) -> list[DebugMessage]:
         """The messages since the last call."""
         with self._lock:
             messages = list(self._messages)
             self._messages.clear()
         return messages
 
-    def _receive(self, _severity: int, _types: int, data: Any, _user: Any) -> int:
-        text = data.contents.pMessage or b""
+    def _receive(self, severity: int, _types: int, data: Any, _user: Any) -> int:
+        name, text = data.contents.pMessageIdName or b"", data.contents.pMessage or b""
+        message = DebugMessage(
+            SEVERITIES.get(severity, "info"), name.decode(errors="replace"), text.decode(errors="replace")
+        )
         with self._lock:
-            self._messages.append(text.decode(errors="replace"))
+            self._messages.append(message)
         return 0  # let the call go on
 
 

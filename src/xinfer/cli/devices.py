@@ -1,0 +1,16 @@
+"""`xinfer devices`: what there is to run on."""
+
+from __future__ import annotations
+
+import typer
+
+from xinfer.cli import options
+from xinfer.cli.output import print_json
+
+
+def devices(*, as_json: options.Json = False) -> None:
+    """List the adapters that --device can name: driver, API, memory, and the features that will be used."""
+    from xinfer.inspection import list_adapters, render_adapters
+
+    report = list_adapters()
+    print_json(report) if as_json else typer.echo(render_adapters(report))

@@ -1,0 +1,63 @@
+"""Models, progress bars and stdin, as commands need them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from xinfer.cli.output import say
+from xinfer.errors import RequestError
+
+if TYPE_CHECKING:
+    from xinfer.llm import LLM, Progress
+
+
+def resolve(model: str) -> Path:
+    """The folder of a model, as a user calls it."""
+    from xinfer.hub import resolve
+
+    return resolve(model)
+
+
+@contextmanager
+def load(model: str, device: str, context: int | None, *, quiet: bool = False) -> Iterator[LLM]:
+    """A model, with progress bars while it loads and reads long prompts."""
+    from xinfer.llm import LLM
+
+    with progress_bars(quiet=quiet) as progress, LLM(model, device=device, context=context, progress=progress) as llm:
+        warn_of_software(device, llm.device, is_software=llm.is_software)
+        yield llm
+
+
+def warn_of_software(selector: str, device_name: str, *, is_software: bool) -> None:
+    """Say so where an API was asked for, not an adapter, and all that it has is a software driver."""
+    from xinfer import gpu
+
+    if is_software and selector.strip().lower() in gpu.BACKENDS:
+        say(f"warning: {device_name} is not a GPU, and slow; xinfer devices says what there is")
+
+
+@contextmanager
+def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
+    """Bars on stderr, a stage each, for what takes longer than a second; none where stderr is not a terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from xinfer.progress import Bars
+
+    with Bars() as bars:
+        yield bars.update
+
+
+def read_stdin() -> str:
+    """All of stdin, which must be UTF-8."""
+    if sys.stdin.isatty():
+        say("type the prompt, then Ctrl-D")
+    raw = sys.stdin.buffer.read()
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"stdin is not UTF-8 (byte {error.start}); expected UTF-8 text") from None

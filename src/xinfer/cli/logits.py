@@ -1,0 +1,59 @@
+"""`xinfer logits`: the numbers behind the text, for comparison with another engine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from xinfer.cli import options
+from xinfer.cli.loading import progress_bars, resolve, warn_of_software
+from xinfer.cli.output import say
+from xinfer.errors import ContextLengthError, NumericalError, RequestError
+
+
+def logits(
+    *,
+    tokens: Annotated[str, typer.Option(metavar="IDS", help="Token ids, separated by commas: 1,2,3.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .npy, float32, tokens x vocabulary.")],
+    model: options.Model = "demo",
+    device: options.Device = "auto",
+) -> None:
+    """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer."""
+    import numpy as np
+
+    from xinfer.llm import load_model
+
+    try:
+        ids = np.array([int(token) for token in tokens.split(",")], dtype=np.int64)
+    except (ValueError, OverflowError):
+        raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
+    if out.suffix != ".npy":
+        raise RequestError(f"--out {out}; expected a name that ends in .npy")
+    if not out.parent.is_dir() or out.is_dir():
+        raise RequestError(f"--out {out} is a folder, or lies in none; expected a file name in a folder that exists")
+    with progress_bars() as progress, load_model(resolve(model), device=device, progress=progress) as loaded:
+        warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
+        limit = loaded.model.config.max_context
+        if len(ids) > limit:
+            raise ContextLengthError(f"{len(ids):,} tokens; this model takes {limit:,} at most: give fewer")
+        values = loaded.model.forward(ids)  # (T, vocab_size)
+        bad = ~np.isfinite(values).all(axis=1)
+        if bad.any():
+            raise NumericalError(
+                f"the logits after token {int(bad.argmax())} are not finite (NaN or infinity); the weights of {model} "
+                "are damaged, or too large for this device"
+            )
+        device_name = loaded.device_name
+    partial = out.parent / f".xinfer-{os.getpid()}.partial"
+    try:
+        with partial.open("wb") as file:
+            np.save(file, values)
+        partial.replace(out)
+    except OSError as error:
+        raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {device_name}")

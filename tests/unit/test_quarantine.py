@@ -1,0 +1,155 @@
+"""The quarantine file: who reads it back, what survives damage, and that loading a model honours it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xinfer import quarantine
+from xinfer.errors import DeviceError
+from xinfer.gpu.null import INFO
+from xinfer.quarantine import Quarantine, describe
+
+NEWER = dataclasses.replace(INFO, driver_version="1")
+OTHER = dataclasses.replace(INFO, device_id=INFO.device_id + 1)
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def kept(tmp_path: Path, said: list[str]) -> Quarantine:
+    return Quarantine(tmp_path / "deep" / "quarantine.json", warn=said.append)
+
+
+def test_an_entry_holds_for_its_adapter_driver_and_version(kept: Quarantine) -> None:
+    assert kept.variants_for(INFO) == frozenset()
+    kept.add(INFO, "rope.plain", "wrong", "off by 3")
+    kept.add(NEWER, "add.plain", "hung")
+    assert kept.variants_for(INFO) == {"rope.plain"}
+    assert kept.variants_for(NEWER) == {"add.plain"}
+    assert kept.variants_for(OTHER) == frozenset()
+    for changed in (
+        dataclasses.replace(INFO, api="x"),
+        dataclasses.replace(INFO, driver="x"),
+        dataclasses.replace(INFO, vendor_id=99),
+    ):
+        assert kept.variants_for(changed) == frozenset()
+    (entry,) = kept.entries_for(INFO)
+    assert (entry.outcome, entry.detail) == ("wrong", "off by 3")
+
+
+def test_update_replaces_lifts_and_leaves_others_alone(kept: Quarantine) -> None:
+    kept.update(INFO, failed={"a": ("wrong", "1"), "b": ("lost", "2")})
+    kept.add(NEWER, "a", "wrong")
+    kept.update(INFO, failed={"a": ("hung", "3")}, passed=["b"])
+    assert [(entry.variant, entry.outcome) for entry in kept.entries_for(INFO)] == [("a", "hung")]
+    kept.lift(INFO, ["a", "unknown"])
+    assert kept.variants_for(INFO) == frozenset()
+    assert kept.variants_for(NEWER) == {"a"}
+
+
+def test_nothing_is_written_where_nothing_changes(kept: Quarantine) -> None:
+    kept.lift(INFO, ["a"])
+    assert not kept.path.exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"version": 2, "entries": []}',
+        b'{"version": 1, "entries": [3]}',
+        b'{"version": 1, "entries": [{"variant": "a"}]}',
+        b'{"version": 1, "entries": [{"driver": {"api": "a"}, "variant": "a", "outcome": "wrong"}]}',
+    ],
+)
+def test_a_damaged_file_is_set_aside_and_said(kept: Quarantine, said: list[str], content: bytes) -> None:
+    kept.path.parent.mkdir()
+    kept.path.write_bytes(content)
+    assert kept.entries() == []
+    assert len(said) == 1
+    assert "damaged" in said[0]
+    assert kept.path.with_name("quarantine.json.damaged").read_bytes() == content
+    kept.add(INFO, "a", "wrong")
+    assert kept.variants_for(INFO) == {"a"}
+    assert len(said) == 1
+
+
+def test_wrong_types_in_an_entry_are_damage(kept: Quarantine, said: list[str]) -> None:
+    kept.add(INFO, "a", "wrong")
+    content = json.loads(kept.path.read_text())
+    content["entries"][0]["variant"] = ["a"]
+    kept.path.write_text(json.dumps(content))
+    assert kept.variants_for(INFO) == frozenset()
+    assert "damaged" in said[0]
+
+
+@pytest.mark.skipif(sys.platform == "win32" or os.getuid() == 0, reason="needs a folder that may not be written")
+def test_a_folder_that_cannot_be_written_is_an_error(kept: Quarantine) -> None:
+    kept.path.parent.mkdir()
+    kept.path.parent.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    with pytest.raises(DeviceError, match="cannot be written"):
+        kept.add(INFO, "a", "wrong")
+
+
+def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DeviceError, match="XINFER_QUARANTINE"):
+        Quarantine(tmp_path / "file" / "quarantine.json").add(INFO, "a", "wrong")
+
+
+def test_an_interrupted_writing_leaves_the_old_file(kept: Quarantine, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept.add(INFO, "a", "wrong")
+    before = kept.path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(DeviceError, match="No space left"):
+        kept.add(INFO, "b", "wrong")
+    monkeypatch.undo()
+    assert kept.path.read_bytes() == before
+    assert [path.name for path in kept.path.parent.iterdir()] == ["quarantine.json"]
+
+
+def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XINFER_QUARANTINE", str(tmp_path / "named"))
+    assert quarantine.quarantine_path() == tmp_path / "named"
+    monkeypatch.delenv("XINFER_QUARANTINE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert quarantine.quarantine_path() == tmp_path / "xinfer" / "quarantine.json"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert quarantine.quarantine_path() == tmp_path / ".local" / "state" / "xinfer" / "quarantine.json"
+
+
+def test_the_line_for_people_names_the_variants(kept: Quarantine) -> None:
+    kept.update(INFO, failed=dict.fromkeys("abcdef", ("wrong", "")))
+    line = describe(INFO, kept.entries_for(INFO))
+    assert line.startswith("6 kernels are in quarantine with none 0")
+    assert "a (wrong), b (wrong), c (wrong), d (wrong) and 2 more" in line
+    assert "xinfer doctor" in line
+
+
+def test_the_line_reaches_stderr_by_itself() -> None:
+    """`llm` says it through logging, which prints warnings where nobody has set it up."""
+    code = "import xinfer.llm; xinfer.llm._log.warning('said')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (run.stdout, run.stderr) == ("", "said\n")
