@@ -317,9 +317,14 @@ def check_prompt(prompt_ids: Sequence[int], context: int) -> None:
     """Refuse a prompt that cannot be answered within `context` tokens."""
     if not prompt_ids:
         raise RequestError("the prompt has no tokens; expected at least one: give some text")
-    if len(prompt_ids) >= context:
+    check_length(len(prompt_ids), context)
+
+
+def check_length(tokens: int, context: int, *, bound: str = "") -> None:
+    """Refuse a prompt of so many tokens, or "at least" so many, if it leaves no room for an answer."""
+    if tokens >= context:
         raise ContextLengthError(
-            f"the prompt has {len(prompt_ids):,} tokens and the context holds {context:,}, the answer included; "
+            f"the prompt has {bound}{tokens:,} tokens and the context holds {context:,}, the answer included; "
             "shorten the prompt, or ask for a larger context if the model has one (xinfer inspect shows it)"
         )
 

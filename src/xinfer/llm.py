@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
-from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_prompt
+from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.model.reference import ReferenceModel
@@ -22,10 +22,12 @@ from xinfer.quarantine import Quarantine, describe
 from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
+from xinfer.transcript import Turn, encode_after
 
 Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
 
 CPU = "cpu"
+LONG_TEXT = 100_000  # characters; less is encoded in a moment
 
 _log = logging.getLogger("xinfer")  # warnings go to stderr where nobody has set up logging
 
@@ -67,7 +69,8 @@ class Chunk:
 class Completion:
     """One answer. `finish_reason` is None only where the stream was left before its end.
 
-    `token_ids` has every generated id, a stop id included; `text` has neither stop ids nor stop strings.
+    `token_ids` has every generated id, a stop id included; `text` has neither stop ids nor stop strings. Before the end
+    it also has what no chunk has brought yet because it may become a stop string.
     """
 
     text: str
@@ -78,15 +81,44 @@ class Completion:
     stats: Stats
 
 
+OnChunk = Callable[[Chunk, str], None]  # a chunk, and the text that is held back behind it
+
+
+class _Texts(Iterator[Chunk]):
+    """Steps as text, holding back half characters and whatever may become a stop string."""
+
+    def __init__(self, steps: Iterator[Step], tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._steps = steps
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._matcher = StopMatcher(stop)
+        self._stopped = False
+
+    def __next__(self) -> Chunk:
+        if self._stopped:
+            raise StopIteration
+        step = next(self._steps)
+        reason = step.finish_reason
+        text, self._stopped = self._matcher.push(self._decoder.push(step.sampled.token))
+        if not self._stopped and reason is not None:
+            tail, self._stopped = self._matcher.push(self._decoder.finish())
+            text += tail if self._stopped else tail + self._matcher.finish()
+        return Chunk(text=text, sampled=step.sampled, finish_reason="stop" if self._stopped else reason)
+
+    @property
+    def held(self) -> str:
+        """What may become a stop string: part of the answer as long as it has not."""
+        return self._matcher.held
+
+
 class Stream(Iterator[Chunk]):
     """Chunks as they are generated. `completion` is what has come so far, and whole once the stream has ended."""
 
     def __init__(
         self,
-        chunks: Iterator[Chunk],
+        chunks: _Texts,
         prompt_ids: Sequence[int],
         stats: Callable[[], Stats],
-        on_chunk: Callable[[Chunk], None] | None = None,
+        on_chunk: OnChunk | None = None,
     ) -> None:
         self._chunks = chunks
         self._prompt_ids = tuple(prompt_ids)
@@ -98,14 +130,14 @@ class Stream(Iterator[Chunk]):
         chunk = next(self._chunks)
         self._received.append(chunk)
         if self._on_chunk is not None:
-            self._on_chunk(chunk)
+            self._on_chunk(chunk, self._chunks.held)
         return chunk
 
     @property
     def completion(self) -> Completion:
         """The answer so far."""
         return Completion(
-            text="".join(chunk.text for chunk in self._received),
+            text="".join(chunk.text for chunk in self._received) + self._chunks.held,
             token_ids=tuple(chunk.sampled.token for chunk in self._received),
             prompt_token_ids=self._prompt_ids,
             finish_reason=self._received[-1].finish_reason if self._received else None,
@@ -145,6 +177,7 @@ class LLM:
         self._loaded = load_model(self.checkpoint.folder, device=device, context=context, progress=progress)
         self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
         self.device = self._loaded.device_name
+        self.is_software = self._loaded.is_software
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -162,6 +195,8 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None, **overrides: Any) -> Stream:
         """Like `generate`, token by token."""
         settings = self.checkpoint.settings(params, **overrides)
+        if isinstance(prompt, str):
+            self.check_length(prompt)
         return self.start(self._engine.session(), self.checkpoint.encode(prompt), settings)
 
     def chat(
@@ -185,7 +220,11 @@ class LLM:
     ) -> Stream:
         """Like `chat`, token by token."""
         settings = self.checkpoint.settings(params, **overrides)
-        return self.start(self._engine.session(), self.checkpoint.encode_chat(messages, tools=tools), settings)
+        prompt = self.checkpoint.render_chat(messages, tools=tools)
+        self.check_length(prompt)
+        return self.start(
+            self._engine.session(), self.checkpoint.tokenizer.encode(prompt, add_special_tokens=False), settings
+        )
 
     def conversation(self, *, system: str | None = None) -> Conversation:
         """A conversation that keeps its KV cache from turn to turn. Not for two threads at once."""
@@ -211,7 +250,7 @@ class LLM:
         prompt_ids: Sequence[int],
         settings: Settings,
         *,
-        on_chunk: Callable[[Chunk], None] | None = None,
+        on_chunk: OnChunk | None = None,
     ) -> Stream:
         """Continue the ids in a session: what `stream`, `stream_chat` and conversations share."""
         check_prompt(prompt_ids, self.context)
@@ -230,10 +269,15 @@ class LLM:
             timing=timing,
             on_prefill=self._on_prefill,
         )
-        chunks = _to_text(steps, self.checkpoint.tokenizer, settings.params.stop)
+        chunks = _Texts(steps, self.checkpoint.tokenizer, settings.params.stop)
         seed = settings.params.seed
         assert seed is not None
         return Stream(chunks, prompt_ids, lambda: self._stats(timing, seed), on_chunk)
+
+    def check_length(self, prompt: str) -> None:
+        """Refuse at once a text that cannot fit, however it is cut: encoding a hundred megabytes takes minutes."""
+        if len(prompt) > LONG_TEXT:
+            check_length(self.checkpoint.tokenizer.fewest_tokens(prompt), self.context, bound="at least ")
 
     def _on_prefill(self, done: int, total: int) -> None:
         if self._progress is not None:
@@ -251,10 +295,12 @@ class Conversation:
         self._session = session
         self._system: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = list(self._system)
+        self._last: Turn | None = None
 
     def reset(self) -> None:
         """Begin again, with the system message only."""
         self.messages = list(self._system)
+        self._last = None
         self._session.reset()
 
     def send(self, text: str, params: SamplingParams | None = None, **overrides: Any) -> Stream:
@@ -264,16 +310,20 @@ class Conversation:
         because it does not fit into the context for example, leaves the conversation as it was.
         """
         asked: list[Message] = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self._llm.checkpoint.encode_chat(asked)
+        prompt = self._llm.checkpoint.render_chat(asked)
+        self._llm.check_length(prompt)
+        turn = Turn(prompt, encode_after(self._last, prompt, self._llm.checkpoint.tokenizer))
         answer = ""
 
-        def record(chunk: Chunk) -> None:
+        def record(chunk: Chunk, held: str) -> None:
             nonlocal answer
             answer += chunk.text
-            self.messages = [*asked, {"role": "assistant", "content": answer}]
+            turn.answer_ids.append(chunk.sampled.token)
+            self._last = turn
+            self.messages = [*asked, {"role": "assistant", "content": answer + held}]
 
         return self._llm.start(
-            self._session, prompt_ids, self._llm.checkpoint.settings(params, **overrides), on_chunk=record
+            self._session, turn.prompt_ids, self._llm.checkpoint.settings(params, **overrides), on_chunk=record
         )
 
 
@@ -284,7 +334,8 @@ class LoadedModel:
         self.model = model
         self.device = device  # None: the CPU
         info = None if device is None else device.info
-        software = " (software)" if info is not None and info.kind == "cpu" else ""
+        self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
+        software = " (software)" if self.is_software else ""
         self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
     def close(self) -> None:
@@ -346,23 +397,6 @@ def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:
     except BaseException:
         weights.close()
         raise
-
-
-def _to_text(steps: Iterator[Step], tokenizer: Tokenizer, stop: Sequence[str]) -> Iterator[Chunk]:
-    """Turn steps into text, holding back half characters and whatever may become a stop string."""
-    decoder = IncrementalDecoder(tokenizer)
-    matcher = StopMatcher(stop)
-    for step in steps:
-        reason = step.finish_reason
-        text, stopped = matcher.push(decoder.push(step.sampled.token))
-        if not stopped and reason is not None:
-            tail, stopped = matcher.push(decoder.finish())
-            text += tail if stopped else tail + matcher.finish()
-        if stopped:
-            reason = "stop"
-        yield Chunk(text=text, sampled=step.sampled, finish_reason=reason)
-        if stopped:
-            return
 
 
 def _exhaust(stream: Stream) -> Completion:

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -20,6 +21,8 @@ from numpy.typing import NDArray
 
 from xinfer.errors import RequestError, TokenizerError
 from xinfer.tokenizer_files import guarded, read_folder, walk
+
+MOST_NFC_SHRINKS = 4  # bytes of UTF-8 that NFC makes one of, at most: 7 to 2 in U+1FBE U+0308 U+0301
 
 
 class Tokenizer:
@@ -39,12 +42,12 @@ class Tokenizer:
             backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self._ids = np.unique(np.fromiter(backend.get_vocab(with_added_tokens=True).values(), dtype=np.int64))
+        self._ids = np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
         if not self._ids.size:
             raise TokenizerError("the tokenizer has no tokens; expected a vocabulary: take the file from the original")
         self.size = int(self._ids[-1]) + 1
         self._special_ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        self._decoder_types = _decoder_types(backend)
+        self._decoder_types = frozenset(part["type"] for part in _parts(backend.decoder))
 
     @classmethod
     def from_folder(cls, path: Path | str) -> Tokenizer:
@@ -81,6 +84,38 @@ class Tokenizer:
             ) from None
         ids: list[int] = guarded(lambda: self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """What `encode` gives at least, told from the text's length alone; 0 where nothing can be told.
+
+        No token of a byte-level BPE without gaps stands for more bytes than the longest one has. Normalization to NFC
+        may shorten text that is not ASCII before that.
+        """
+        if self._longest_token is None:
+            return 0
+        shrinks = 1 if text.isascii() else MOST_NFC_SHRINKS
+        size = len(text.encode("utf-8", "surrogatepass"))
+        return -(-size // (shrinks * self._longest_token))
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Bytes of the longest token; None where a token may stand for more than it spells."""
+        backend = self._backend
+        steps = [_parts(backend.normalizer), _parts(backend.pre_tokenizer)]
+        normalizers, cutters = ({part["type"] for part in parts} for parts in steps)
+        removing = any(str(part.get("behavior", "")).lower() == "removed" for part in steps[1])
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        stripping = any(token.lstrip or token.rstrip for token in backend.get_added_tokens_decoder().values())
+        if (
+            not isinstance(backend.model, tokenizers.models.BPE)
+            or not normalizers <= {"NFC"}
+            or not {"ByteLevel"} <= cutters <= {"ByteLevel", "Split", "Digits"}
+            or removing
+            or stripping
+            or not vocabulary.keys() >= _BYTES.keys()
+        ):
+            return None
+        return max(len(_bytes_of(token)) for token in vocabulary)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `ids`; ids that no token has give nothing, bytes that are not UTF-8 give U+FFFD."""
@@ -167,6 +202,11 @@ class IncrementalDecoder:
             return ""  # a run of bytes is decoded as a whole, and wholly as U+FFFD where any of it is wrong
         return self._flush()
 
+    @property
+    def pending(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._pending or self._utf8.getstate()[0])
+
     def finish(self) -> str:
         """What was held back, with U+FFFD for an incomplete character."""
         if self._byte_level:
@@ -206,6 +246,11 @@ class StopMatcher:
         self._fallbacks = [_fallbacks(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # how much of each stop string the text so far ends with
         self._held = ""
+
+    @property
+    def held(self) -> str:
+        """What is held back, since it may become a stop string."""
+        return self._held
 
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is safe to show, and whether a stop string is complete (then: the text before it)."""
@@ -290,8 +335,8 @@ def _common_prefix(a: str, b: str) -> int:
     return length
 
 
-def _decoder_types(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    if backend.decoder is None:
-        return frozenset()
-    state = json.loads(backend.decoder.__getstate__())
-    return frozenset(part["type"] for part in walk(state) if part.get("type") != "Sequence")
+def _parts(component: Any) -> list[dict[str, Any]]:
+    """The settings of a tokenizer's component, those of a sequence one by one."""
+    if component is None:
+        return []
+    return [part for part in walk(json.loads(component.__getstate__())) if part.get("type") != "Sequence"]

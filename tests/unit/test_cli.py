@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tests.unit.cli_run import run
 
 from xinfer import LLM
 from xinfer.model.reference import ReferenceModel
@@ -32,22 +33,6 @@ def llm(folder: Path) -> Iterator[LLM]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("cli") / "gqa", PRESETS["gqa"], seed=11)
-
-
-def run(
-    *arguments: object, stdin: bytes = b"", status: int = 0, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "xinfer", *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        timeout=120,
-        env={**os.environ, **(environment or {})},
-    )
-    result = subprocess.CompletedProcess(done.args, done.returncode, done.stdout.decode(), done.stderr.decode())
-    assert result.returncode == status, result.stderr
-    assert "Traceback" not in result.stderr
-    return result
 
 
 GREEDY = ("--temperature", 0, "--ignore-eos", "--max-tokens", 12)
@@ -391,6 +376,6 @@ def test_ctrl_c_while_starting_shows_no_traceback(folder: Path, delay: float) ->
 
 
 def test_control_characters_do_not_reach_a_terminal() -> None:
-    from xinfer.cli.output import visible
+    from xinfer.cli.output import _visible
 
-    assert visible("a\x1b[31mb\x07\x9bc\td\né") == "a\ufffd[31mb\ufffd\ufffdc\td\né"
+    assert _visible("a\x1b[31mb\x07\x9bc\td\né") == "a\ufffd[31mb\ufffd\ufffdc\td\né"

@@ -135,7 +135,7 @@ def test_two_threads_on_one_model_get_what_each_would_get_alone(llm: LLM) -> Non
     assert [together[n] for n in range(len(prompts))] == alone
 
 
-def test_a_conversation_equals_chats_with_the_whole_history_and_keeps_its_cache(llm: LLM) -> None:
+def test_a_conversation_equals_answers_to_the_whole_history_and_keeps_its_cache(llm: LLM) -> None:
     talk = llm.conversation(system="Answer.")
     first = talk.send("Who?", GREEDY)
     for _ in first:
@@ -150,7 +150,9 @@ def test_a_conversation_equals_chats_with_the_whole_history_and_keeps_its_cache(
         {"role": "user", "content": "Why?"},
     ]
     assert talk.messages[:-1] == history
-    assert llm.chat(history, GREEDY).token_ids == second.completion.token_ids
+    prompt_ids = second.completion.prompt_token_ids
+    assert llm.checkpoint.tokenizer.decode(prompt_ids, skip_special_tokens=False) == llm.checkpoint.render_chat(history)
+    assert llm.generate(prompt_ids, GREEDY).token_ids == second.completion.token_ids
     assert second.completion.stats.cached_tokens >= first.completion.stats.prompt_tokens
 
 

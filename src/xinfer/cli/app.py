@@ -4,36 +4,63 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from xinfer._version import __version__
 from xinfer.cli.chat import chat
 from xinfer.cli.devices import devices
+from xinfer.cli.doctor import doctor
 from xinfer.cli.explain import explain
 from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
-from xinfer.cli.output import fail, say
+from xinfer.cli.output import fail, print_error, say
 from xinfer.cli.status import INTERNAL, INTERRUPTED
 from xinfer.cli.synth import synth
 from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, verify, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, synth)
+
+_WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
+
+
+class _Command(TyperCommand):
+    """A command that notes whether --json was given, before anything can be found wrong with its arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_WANTS_JSON] = _wants_json(self, ctx, args)
+        return super().parse_args(ctx, args)
+
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
 
 
 class _Group(TyperGroup):
     """Turns whatever goes wrong in a command into one message and an exit status."""
 
+    def get_help_option(self, ctx: Any) -> Any:
+        return _without_type(super().get_help_option(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # Of a command that does not exist, no option is known: --json is what is spelled so.
+        ctx.meta[_WANTS_JSON] = "--json" in args[: args.index("--") if "--" in args else None]
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except _UsageError as error:
+            if ctx.meta.get(_WANTS_JSON):
+                print_error("UsageError", error.format_message())  # type: ignore[attr-defined]
+            raise
         except XinferError as error:
-            fail(type(error).__name__, str(error))
+            _fail(ctx, type(error).__name__, str(error))
         except KeyboardInterrupt:
             say("\ninterrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -42,9 +69,31 @@ class _Group(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from None
         except MemoryError:
-            fail("MemoryError", "out of memory; try a smaller --context, or close other programs")
+            _fail(ctx, "MemoryError", "out of memory; try a smaller --context, or close other programs")
         except OSError as error:
-            fail("OSError", str(error))
+            _fail(ctx, "OSError", str(error))
+
+
+def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
+    """Whether --json is among the arguments as an option: not behind --, not another option's value."""
+    parser = command.make_parser(ctx)
+    parser.ignore_unknown_options = True
+    ctx.resilient_parsing = True  # what is wrong is told by the parse that counts
+    try:
+        values, _, _ = parser.parse_args(list(args))
+    finally:
+        ctx.resilient_parsing = False
+    return bool(values.get("as_json"))
+
+
+def _without_type(option: Any) -> Any:
+    if option is not None:
+        option.metavar = ""  # a flag takes no value
+    return option
+
+
+def _fail(ctx: Any, kind: str, message: str) -> NoReturn:
+    fail(kind, message, as_json=bool(ctx.meta.get(_WANTS_JSON)))
 
 
 app = typer.Typer(
@@ -62,7 +111,9 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _root(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Print the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, metavar="", help="Print the version and exit.")
+    ] = False,
 ) -> None:
     if version:
         typer.echo(f"xinfer {__version__}")
@@ -70,7 +121,7 @@ def _root(
 
 
 for _command in COMMANDS:
-    app.command()(_command)
+    app.command(cls=_Command)(_command)
 
 
 def _configure_streams() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xinfer.cli import options
-from xinfer.cli.loading import load
-from xinfer.cli.output import print_stream, say
+from xinfer.cli.loading import load, read_stdin
+from xinfer.cli.output import Form, print_answer, print_error, say
 from xinfer.errors import ContextLengthError, XinferError
 
 if TYPE_CHECKING:
@@ -19,43 +20,108 @@ if TYPE_CHECKING:
 
 def chat(
     ctx: typer.Context,
+    message: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MESSAGE",
+            help="Answer this and end; - takes all of stdin. Absent: a message a line, until it ends.",
+        ),
+    ] = None,
     *,
     model: options.Model = "demo",
     device: options.Device = "auto",
     context: options.Context = None,
-    system: Annotated[str | None, typer.Option(help="System message of the conversation.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens an answer. [default: no limit]")] = None,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message of the conversation.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Most tokens an answer.", show_default="no limit")
+    ] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+    stream: options.JsonStream = False,
 ) -> None:
-    """Talk with a model. /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program."""
-    with load(model, device, context) as llm:
-        _converse(llm.conversation(system=system), options.sampling_values(ctx))
+    """Talk with a model, or ask it one question.
+
+    xinfer chat "Who goes there?"
+
+    In a conversation /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program.
+    """
+    question = read_stdin() if message == "-" else message
+    values = options.sampling_values(ctx)
+    with load(model, device, context, quiet=quiet) as llm:
+        talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
+        if question is None:
+            talk.converse()
+        else:
+            talk.answer(question)
 
 
-def _converse(conversation: Conversation, values: dict[str, Any]) -> None:
-    """Turns until the end of input. Ctrl-C gives up the line or the answer, wherever it strikes; the program stays."""
-    interactive = sys.stdin.isatty()
-    if not interactive:  # whatever the locale; bad bytes are told of, line by line
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
-    if interactive:
-        _edit_lines()
-        say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
-    while True:
-        try:
-            line = _read_line("> " if interactive else "")
-            if line is None or line == "/exit":
-                return
-            _turn(conversation, line, values)
-        except KeyboardInterrupt:
-            if not interactive:
-                raise
-            say("\n(stopped; Ctrl-D or /exit leaves)")
+@dataclass
+class _Talk:
+    """A conversation, and how its answers are printed."""
+
+    conversation: Conversation
+    values: dict[str, Any]  # of SamplingParams
+    form: Form
+    quiet: bool
+
+    def converse(self) -> None:
+        """Turns until the end of input. Ctrl-C gives up the line or the answer; the program stays."""
+        interactive = sys.stdin.isatty()
+        if not interactive:  # whatever the locale; bad bytes are told of, line by line
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
+        if interactive:
+            _edit_lines()
+            say("/reset begins again, /exit or Ctrl-D leaves, Ctrl-C stops an answer.")
+        if self.form is Form.OBJECT:
+            self.form = Form.LINE
+        while True:
+            try:
+                line = _read_line("> " if interactive and self.form is Form.TEXT else "")
+                if line is None or line == "/exit":
+                    return
+                self._turn(line)
+            except KeyboardInterrupt:
+                if not interactive:
+                    raise
+                say("\n(stopped; Ctrl-D or /exit leaves)")
+
+    def answer(self, message: str) -> None:
+        """One more turn."""
+        print_answer(self.conversation.send(message, **self.values), form=self.form, quiet=self.quiet)
+
+    def _turn(self, line: str) -> None:
+        if line == "/reset":
+            self.conversation.reset()
+            say("(a new conversation)")
+        elif line.startswith("/"):
+            say(f"{line.split()[0]} is not a command; there are /reset and /exit")
+        elif any("\ud800" <= char <= "\udfff" for char in line):
+            self._tell("RequestError", "the line is not UTF-8 text")
+        elif line:
+            try:
+                self.answer(line)
+            except ContextLengthError as error:
+                self._tell(type(error).__name__, f"{error}; or /reset")
+            except XinferError as error:
+                self._tell(type(error).__name__, str(error))
+
+    def _tell(self, kind: str, message: str) -> None:
+        if self.form is not Form.TEXT:
+            print_error(kind, message)
+        say(f"error: {message}")
 
 
 def _read_line(prompt: str) -> str | None:
@@ -69,20 +135,3 @@ def _read_line(prompt: str) -> str | None:
 def _edit_lines() -> None:
     with suppress(ImportError):  # Windows has none: its console edits lines itself
         import readline  # noqa: F401  # input() uses it from here on: arrow keys and history
-
-
-def _turn(conversation: Conversation, line: str, values: dict[str, Any]) -> None:
-    if line == "/reset":
-        conversation.reset()
-        say("(a new conversation)")
-    elif line.startswith("/"):
-        say(f"{line.split()[0]} is not a command; there are /reset and /exit")
-    elif any("\ud800" <= char <= "\udfff" for char in line):
-        say("error: the line is not UTF-8 text")
-    elif line:
-        try:
-            print_stream(conversation.send(line, **values))
-        except ContextLengthError as error:
-            say(f"error: {error}; or /reset")
-        except XinferError as error:
-            say(f"error: {error}")

@@ -15,28 +15,49 @@ from xinfer.errors import RequestError
 
 
 def explain(
-    arguments: Annotated[
-        list[str],
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Folder or hub name; may be left out for the demo model.")
+    ] = None,
+    messages: Annotated[
+        str | None,
         typer.Argument(
-            metavar="[MODEL] MESSAGES",
-            help="MESSAGES: a user message, a JSON list of messages, an object with messages and tools, "
-            "a .json file that holds either, or - for stdin.",
+            metavar="MESSAGES",
+            help="A user message, a JSON list of messages, an object with messages and tools, a .json file that holds "
+            "either, or - for stdin.",
         ),
-    ],
+    ] = None,
     *,
     as_json: options.Json = False,
 ) -> None:
     """Show what the model is really given: prompt, ids, stop ids, each sampling value and its source.
 
-    xinfer explain demo '[{"role": "user", "content": "Who goes there?"}]'
+    xinfer explain "Who goes there?"
+
+    xinfer explain Qwen/Qwen2.5-0.5B-Instruct '[{"role": "user", "content": "Who goes there?"}]'
     """
+    from xinfer.hub import DEMO, is_model_name
     from xinfer.inspection import explain_messages, render_explanation
 
-    if len(arguments) > 2:
-        raise typer.BadParameter(f"expected [MODEL] MESSAGES, found {len(arguments)} arguments; quote the messages")
-    model, text = arguments if len(arguments) == 2 else ("demo", arguments[0])
-    report = explain_messages(model, *_read_messages(text))
+    if model is None:
+        raise typer.BadParameter("the messages are missing: xinfer explain MODEL MESSAGES")
+    if messages is None:
+        _refuse_model(model)
+        model, messages = DEMO, model
+    elif is_model_name(messages) and not is_model_name(model):
+        raise typer.BadParameter(f"the model comes first: xinfer explain {messages} {model!r}")
+    report = explain_messages(model, *_read_messages(messages))
     print_json(report) if as_json else typer.echo(render_explanation(report))
+
+
+def _refuse_model(only: str) -> None:
+    """A lone argument is the messages; where it is called like a model, the messages were forgotten."""
+    from xinfer.hub import is_model_name
+
+    if is_model_name(only):
+        raise typer.BadParameter(
+            f"{only!r} is a model, and the messages are missing: xinfer explain {only} 'Who goes there?' "
+            f"(if it is the message itself: xinfer explain demo {only})"
+        )
 
 
 def _read_messages(text: str) -> tuple[Any, Any]:

@@ -8,38 +8,50 @@ import typer
 
 from xinfer.cli import options
 from xinfer.cli.loading import load, read_stdin
-from xinfer.cli.output import completion_json, print_json, print_stream
+from xinfer.cli.output import Form, print_answer
 
 
 def generate(
     ctx: typer.Context,
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; stdin when absent or -.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="Text to continue; stdin when absent or -.")
+    ] = None,
     *,
     model: options.Model = "demo",
     device: options.Device = "auto",
     context: options.Context = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
     seed: options.Seed = None,
     stop: options.Stop = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's stop tokens.")] = False,
-    logprobs: Annotated[int | None, typer.Option(min=0, max=20, help="With --json: log-probabilities.")] = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", metavar="", help="Go on past the model's stop tokens.")
+    ] = False,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0, max=20, metavar="N", help="With --json: each token's log-probability and the N likeliest ones'."
+        ),
+    ] = None,
+    quiet: options.Quiet = False,
     as_json: options.Json = False,
+    stream: options.JsonStream = False,
 ) -> None:
     """Continue a text: the answer streams to stdout, statistics go to stderr.
 
     xinfer generate "ROMEO:" --max-tokens 80 --seed 1
     """
+    if logprobs is not None and not as_json:
+        raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
-    with load(model, device, context) as llm:
-        stream = llm.stream(text, **options.sampling_values(ctx))
-        if as_json:
-            for _ in stream:
-                pass
-            print_json(completion_json(stream.completion))
-        else:
-            print_stream(stream)
+    values = options.sampling_values(ctx)
+    with load(model, device, context, quiet=quiet) as llm:
+        print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

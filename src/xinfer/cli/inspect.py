@@ -15,7 +15,10 @@ def inspect(
     context: options.Context = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show a checkpoint's configuration, its parameters and bytes, and the memory that it will need."""
+    """Show a checkpoint's configuration, its parameters and bytes, and the memory that it will need.
+
+    xinfer inspect Qwen/Qwen2.5-0.5B-Instruct --context 4096
+    """
     from xinfer.inspection import inspect_model, render_inspection
 
     report = inspect_model(resolve(model), context=context)

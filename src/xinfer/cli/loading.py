@@ -23,18 +23,27 @@ def resolve(model: str) -> Path:
 
 
 @contextmanager
-def load(model: str, device: str, context: int | None) -> Iterator[LLM]:
+def load(model: str, device: str, context: int | None, *, quiet: bool = False) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
-    with progress_bars() as progress, LLM(model, device=device, context=context, progress=progress) as llm:
+    with progress_bars(quiet=quiet) as progress, LLM(model, device=device, context=context, progress=progress) as llm:
+        warn_of_software(device, llm.device, is_software=llm.is_software)
         yield llm
 
 
+def warn_of_software(selector: str, device_name: str, *, is_software: bool) -> None:
+    """Say so where an API was asked for, not an adapter, and all that it has is a software driver."""
+    from xinfer import gpu
+
+    if is_software and selector.strip().lower() in gpu.BACKENDS:
+        say(f"warning: {device_name} is not a GPU, and slow; xinfer devices says what there is")
+
+
 @contextmanager
-def progress_bars() -> Iterator[Progress | None]:
+def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
     """Bars on stderr, a stage each, for what takes longer than a second; none where stderr is not a terminal."""
-    if not sys.stderr.isatty():
+    if quiet or not sys.stderr.isatty():
         yield None
         return
     from xinfer.progress import Bars

@@ -9,15 +9,15 @@ from typing import Annotated
 import typer
 
 from xinfer.cli import options
-from xinfer.cli.loading import progress_bars, resolve
+from xinfer.cli.loading import progress_bars, resolve, warn_of_software
 from xinfer.cli.output import say
 from xinfer.errors import ContextLengthError, NumericalError, RequestError
 
 
 def logits(
     *,
-    tokens: Annotated[str, typer.Option(help="Token ids, separated by commas: 1,2,3.")],
-    out: Annotated[Path, typer.Option(help="File to write: .npy, float32, tokens x vocabulary.")],
+    tokens: Annotated[str, typer.Option(metavar="IDS", help="Token ids, separated by commas: 1,2,3.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .npy, float32, tokens x vocabulary.")],
     model: options.Model = "demo",
     device: options.Device = "auto",
 ) -> None:
@@ -35,6 +35,7 @@ def logits(
     if not out.parent.is_dir() or out.is_dir():
         raise RequestError(f"--out {out} is a folder, or lies in none; expected a file name in a folder that exists")
     with progress_bars() as progress, load_model(resolve(model), device=device, progress=progress) as loaded:
+        warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
         limit = loaded.model.config.max_context
         if len(ids) > limit:
             raise ContextLengthError(f"{len(ids):,} tokens; this model takes {limit:,} at most: give fewer")

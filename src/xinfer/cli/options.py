@@ -6,24 +6,100 @@ from typing import Annotated, Any
 
 import typer
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Folder or hub name; 'demo' is the bundled model.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="[MODEL]", help="Folder or hub name; the demo model by default.")]
-Device = Annotated[
-    str, typer.Option(help="auto, cpu, vulkan, vulkan:1, or part of an adapter's name; see xinfer devices.")
+CHECKPOINT = "the checkpoint's"  # where the default of a sampling value comes from
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", metavar="MODEL", help="Folder or hub name; 'demo' is the bundled model.")
 ]
-Context = Annotated[int | None, typer.Option(min=2, help="Most tokens, prompt and answer. [default: the model's]")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object to stdout.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy. [default: the checkpoint's]")]
-TopK = Annotated[int | None, typer.Option(help="Keep the K likeliest tokens; 0 keeps all. [default: the checkpoint's]")]
-TopP = Annotated[float | None, typer.Option(help="Keep the likeliest up to this mass. [default: the checkpoint's]")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
-RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1: less of what the text already has.")]
-Seed = Annotated[int | None, typer.Option(help="Same seed, same text. [default: drawn, and reported]")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or hub name; 'demo' is the bundled model.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, or part of an adapter's name; see xinfer devices."
+    ),
+]
+Context = Annotated[
+    int | None, typer.Option(min=2, metavar="N", help="Most tokens, prompt and answer.", show_default="the model's")
+]
+Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object to stdout, errors too.")]
+JsonStream = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        metavar="",
+        help="With --json: an object a line for each token as it comes, and then the whole answer with its statistics.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", metavar="", help="No statistics and no progress on stderr.")]
+
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="0 is greedy.", show_default=CHECKPOINT)]
+TopK = Annotated[
+    int | None, typer.Option(metavar="K", help="Keep the K likeliest tokens; 0 keeps all.", show_default=CHECKPOINT)
+]
+TopP = Annotated[
+    float | None, typer.Option(metavar="P", help="Keep the likeliest up to this mass.", show_default=CHECKPOINT)
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P", help="Drop tokens below this share of the likeliest one's probability.", show_default=CHECKPOINT
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Above 1: less of what the text already has.", show_default=CHECKPOINT),
+]
+PresencePenalty = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="Above 0: less of what the answer already has, -2 to 2.", show_default="0"),
+]
+FrequencyPenalty = Annotated[
+    float | None,
+    typer.Option(metavar="X", help="The same, for each time that it has it.", show_default="0"),
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID=VALUE", help="Add to the score of a token id; -inf forbids it. May be given several times."
+    ),
+]
+Seed = Annotated[
+    int | None, typer.Option(metavar="N", help="Same seed, same text.", show_default="drawn, and reported")
+]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="End before this text. May be given several times.")
+]
+StopTokenIds = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--stop-token-id",
+        metavar="ID",
+        help="End at this token id, besides the model's own. May be given several times.",
+    ),
+]
 
 
 def sampling_values(ctx: typer.Context) -> dict[str, Any]:
-    """The sampling options of a command, under `SamplingParams`' names."""
+    """The sampling options that a command was given, under `SamplingParams`' names."""
     from xinfer.sampling import SamplingParams
 
-    return {name: value for name, value in ctx.params.items() if name in SamplingParams.__dataclass_fields__}
+    given = {name: value for name, value in ctx.params.items() if name in SamplingParams.__dataclass_fields__}
+    if given.get("logit_bias"):
+        given["logit_bias"] = _bias(given["logit_bias"])
+    return {name: value for name, value in given.items() if value not in (None, [], ())}
+
+
+def _bias(pairs: list[str]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            entry = int(token), float(value)
+        except ValueError:
+            raise typer.BadParameter(
+                f"{pair!r}; expected ID=VALUE, such as 11=-5 or 11=-inf", param_hint="--logit-bias"
+            ) from None
+        if entry[0] in bias:
+            raise typer.BadParameter(f"the id {entry[0]} is given twice; keep one of them", param_hint="--logit-bias")
+        bias[entry[0]] = entry[1]
+    return bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import re
 import sys
@@ -11,37 +12,70 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from xinfer.llm import Completion, Stream
+    from xinfer.llm import Chunk, Completion, Stream
     from xinfer.sampling import Sampled
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def print_stream(stream: Stream) -> None:
-    """Print an answer as it comes; statistics when it ends, also when Ctrl-C ends it."""
-    terminal = sys.stdout.isatty()
+class Form(enum.Enum):
+    """How an answer is printed."""
+
+    TEXT = "text as it comes, statistics to stderr"
+    OBJECT = "one JSON object"
+    LINE = "one JSON object on one line"
+    CHUNKS = "a JSON object a line for each token, and one for the whole"
+
+    @classmethod
+    def chosen(cls, as_json: bool, stream: bool) -> Form:
+        """What --json and --stream ask for; text streams by itself."""
+        if not as_json:
+            return cls.TEXT
+        return cls.CHUNKS if stream else cls.OBJECT
+
+
+def print_answer(stream: Stream, *, form: Form, quiet: bool) -> None:
+    """Print an answer; what there is of it, when Ctrl-C ends it."""
+    if form is Form.TEXT:
+        _print_text(stream, quiet=quiet)
+        return
+    compact = form is not Form.OBJECT
+    try:
+        for chunk in stream:
+            if form is Form.CHUNKS:
+                print_json(_chunk_json(chunk), compact=True)
+    except KeyboardInterrupt:
+        print_json(_completion_json(stream.completion), compact=compact)
+        raise
+    print_json(_completion_json(stream.completion), compact=compact)
+
+
+def _print_text(stream: Stream, *, quiet: bool) -> None:
+    shown = _visible if sys.stdout.isatty() else str
+    printed = 0
     last = "\n"
     try:
         for chunk in stream:
-            text = visible(chunk.text) if terminal else chunk.text
-            sys.stdout.write(text)
+            sys.stdout.write(shown(chunk.text))
             sys.stdout.flush()
-            last = text[-1:] or last
+            printed += len(chunk.text)
+            last = chunk.text[-1:] or last
     finally:
-        if last != "\n":
+        held = stream.completion.text[printed:]  # of an answer that was stopped where a stop string might have begun
+        sys.stdout.write(shown(held))
+        if (held[-1:] or last) != "\n":
             sys.stdout.write("\n")
-            sys.stdout.flush()
-        if stream.completion.token_ids:
-            say(statistics(stream.completion))
+        sys.stdout.flush()
+        if stream.completion.token_ids and not quiet:
+            say(_statistics(stream.completion))
 
 
-def visible(text: str) -> str:
+def _visible(text: str) -> str:
     """Control characters made harmless: a model must not be able to steer the user's terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def statistics(completion: Completion) -> str:
-    """The line that follows an answer."""
+def _statistics(completion: Completion) -> str:
     stats = completion.stats
     rate = f" {stats.decode_tokens_per_second:,.1f} tok/s" if stats.generated_tokens > 1 else ""
     cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
@@ -52,8 +86,7 @@ def statistics(completion: Completion) -> str:
     )
 
 
-def completion_json(completion: Completion) -> dict[str, Any]:
-    """An answer as `--json` prints it."""
+def _completion_json(completion: Completion) -> dict[str, Any]:
     stats = completion.stats
     result: dict[str, Any] = {
         "text": completion.text,
@@ -67,22 +100,31 @@ def completion_json(completion: Completion) -> dict[str, Any]:
         },
     }
     if completion.sampled and completion.sampled[0].logprob is not None:
-        result["logprobs"] = [_logprobs_json(sampled) for sampled in completion.sampled]
+        result["logprobs"] = [{"token_id": sampled.token, **_logprobs_json(sampled)} for sampled in completion.sampled]
     return result
+
+
+def _chunk_json(chunk: Chunk) -> dict[str, Any]:
+    result = {"text": chunk.text, "token_id": chunk.sampled.token, "finish_reason": chunk.finish_reason}
+    return result if chunk.sampled.logprob is None else {**result, **_logprobs_json(chunk.sampled)}
 
 
 def _logprobs_json(sampled: Sampled) -> dict[str, Any]:
     return {
-        "token_id": sampled.token,
         "logprob": sampled.logprob,
         "top": [{"token_id": token, "logprob": logprob} for token, logprob in sampled.top],
     }
 
 
-def print_json(value: object) -> None:
-    """One JSON value to stdout, escaped where its encoding is too narrow."""
+def print_json(value: object, *, compact: bool = False) -> None:
+    """One JSON value to stdout, escaped where its encoding is too narrow; on one line if `compact`."""
     narrow = (sys.stdout.encoding or "ascii").lower().replace("-", "") != "utf8"
-    typer.echo(json.dumps(value, ensure_ascii=narrow, indent=2, allow_nan=False))
+    typer.echo(json.dumps(value, ensure_ascii=narrow, indent=None if compact else 2, allow_nan=False))
+
+
+def print_error(kind: str, message: str) -> None:
+    """An error as JSON, on one line, so that it can also end a stream of lines."""
+    print_json({"error": {"type": kind, "message": message}}, compact=True)
 
 
 def say(text: str) -> None:
@@ -90,11 +132,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 
-def fail(kind: str, message: str) -> NoReturn:
-    """End with an error and status 1; as JSON too where that was asked for."""
-    if "--json" in sys.argv:
+def fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
+    """End with an error and status 1."""
+    if as_json:
         with suppress(OSError):  # it may be the output itself that fails
-            print_json({"error": {"type": kind, "message": message}})
+            print_error(kind, message)
             sys.stdout.flush()
     say(f"error: {message}")
     raise typer.Exit(1) from None

@@ -166,7 +166,7 @@ def as_text(report: dict[str, Any]) -> str:
     count = f"{len(report['cases'])} cases, {report['ops_judged']:,} ops, {report['numbers_judged']:,} numbers"
     lines = [
         f"{what} on {where}",
-        f"{count} against the reference in {report['seconds']:.1f} s; debug layer {'on' if debug['on'] else 'off'}{note}",
+        f"{count} against the reference in {report['seconds']} s; debug layer {'on' if debug['on'] else 'off'}{note}",
     ]
     if report["quarantine"]:
         lines.append(f"in quarantine, and not used: {', '.join(report['quarantine'])}")

@@ -1,0 +1,222 @@
+"""How `generate` and `chat` take their options and print their answers: text, JSON, JSON a line."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.unit.cli_run import run
+
+from xinfer import LLM
+from xinfer.cli.app import app
+from xinfer.model.synthetic import PRESETS, write_checkpoint
+
+GREEDY = ("--temperature", 0, "--max-tokens", 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("cli") / "gqa", PRESETS["gqa"], seed=11)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(folder) as opened:
+        yield opened
+
+
+def line(text: str) -> str:
+    return text if text.endswith("\n") else text + "\n"
+
+
+@pytest.mark.parametrize(("message", "stdin"), [("Who goes\nthere?", b""), ("-", b"Who goes\nthere?")])
+def test_chat_answers_one_message_and_ends(folder: Path, llm: LLM, message: str, stdin: bytes) -> None:
+    expected = llm.chat("Who goes\nthere?", temperature=0, max_tokens=12)
+    result = run("chat", "--model", folder, *GREEDY, message, stdin=stdin)
+    assert result.stdout == line(expected.text)
+    assert "answer 12 tokens" in result.stderr
+    value = json.loads(run("chat", "--model", folder, *GREEDY, message, "--json", stdin=stdin).stdout)
+    assert (value["text"], tuple(value["token_ids"])) == (expected.text, expected.token_ids)
+    assert set(value) == {"text", "token_ids", "prompt_token_ids", "finish_reason", "stats"}
+
+
+def test_one_message_may_look_like_a_command_and_its_failure_is_the_commands(folder: Path, llm: LLM) -> None:
+    assert run("chat", "--model", folder, *GREEDY, "/reset").stdout == line(
+        llm.chat("/reset", temperature=0, max_tokens=12).text
+    )
+    assert "context" in run("chat", "--model", folder, "--context", 30, "word " * 300, status=1).stderr
+
+
+def test_chat_prints_a_json_line_an_answer(folder: Path, llm: LLM) -> None:
+    lines = b"Who?\n" + b"word " * 300 + b"\n\xff\nMe\n"
+    result = run("chat", "--model", folder, "--context", 200, *GREEDY, "--json", stdin=lines)
+    first, too_long, not_text, last = map(json.loads, result.stdout.splitlines())
+    assert first["text"] == llm.chat("Who?", temperature=0, max_tokens=12).text
+    assert too_long["error"]["type"] == "ContextLengthError"
+    assert not_text["error"]["message"] == "the line is not UTF-8 text"
+    assert last["stats"]["cached_tokens"] > 0
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_json_lines_come_a_token_each_and_then_the_whole(folder: Path, llm: LLM, command: str) -> None:
+    result = run(command, "--model", folder, *GREEDY, "--json", "--stream", "Who?")
+    *chunks, last = map(json.loads, result.stdout.splitlines())
+    expected = (llm.generate if command == "generate" else llm.chat)("Who?", temperature=0, max_tokens=12)
+    assert "".join(chunk["text"] for chunk in chunks) == last["text"] == expected.text
+    assert [chunk["token_id"] for chunk in chunks] == last["token_ids"] == list(expected.token_ids)
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + [expected.finish_reason]
+    assert last["stats"]["generated_tokens"] == len(chunks)
+    assert all(set(chunk) == {"text", "token_id", "finish_reason"} for chunk in chunks)
+
+
+def test_json_lines_carry_logprobs(folder: Path) -> None:
+    result = run("generate", "--model", folder, *GREEDY, "--json", "--stream", "--logprobs", 2, "Who?")
+    *chunks, last = map(json.loads, result.stdout.splitlines())
+    for chunk, whole in zip(chunks, last["logprobs"], strict=True):
+        assert (chunk["logprob"], chunk["top"]) == (whole["logprob"], whole["top"])
+        assert len(chunk["top"]) == 2
+
+
+def test_quiet_leaves_the_statistics_out(folder: Path) -> None:
+    assert run("generate", "--model", folder, *GREEDY, "--quiet", "Who?").stderr == ""
+    assert run("chat", "--model", folder, *GREEDY, "-q", stdin=b"Who?\n").stderr == ""
+
+
+def test_logprobs_without_json_are_refused(folder: Path) -> None:
+    result = run("generate", "--model", folder, "--logprobs", 2, "x", status=2)
+    assert "add --json" in result.stderr
+    assert result.stdout == ""
+
+
+def test_every_sampling_option_reaches_the_sampler(folder: Path, llm: LLM) -> None:
+    """Each changes the greedy text, and to what the same value does in Python."""
+    plain = llm.generate("the sea", temperature=0, ignore_eos=True, max_tokens=12)
+    first, third = plain.token_ids[0], plain.token_ids[2]
+    other = (first + 1) % 256
+    cases: list[tuple[Sequence[object], dict[str, Any]]] = [
+        (
+            ("--logit-bias", f"{first}=-inf", "--logit-bias", f"{other}=2.5"),
+            {"logit_bias": {first: float("-inf"), other: 2.5}},
+        ),
+        (("--stop-token-id", third, "--stop-token-id", 1), {"stop_token_ids": [third, 1]}),
+        (("--presence-penalty", 2), {"presence_penalty": 2}),
+        (("--frequency-penalty", 2), {"frequency_penalty": 2}),
+        (("--repetition-penalty", 3), {"repetition_penalty": 3}),
+    ]
+    for options, values in cases:
+        expected = llm.generate("the sea", temperature=0, ignore_eos=True, max_tokens=12, **values)
+        assert expected.token_ids != plain.token_ids, options
+        command = ("generate", "--model", folder, *GREEDY, "--ignore-eos", "--json", *options, "the sea")
+        assert tuple(json.loads(run(*command).stdout)["token_ids"]) == expected.token_ids, options
+
+
+@pytest.mark.parametrize("bias", ["3", "x=1", "3=", "=1", "1.5=2"])
+def test_a_bias_that_is_none_is_wrong_usage(bias: str) -> None:
+    assert "ID=VALUE" in run("generate", "--logit-bias", bias, "x", status=2).stderr
+
+
+def test_a_bias_given_twice_is_wrong_usage() -> None:
+    assert "twice" in run("generate", "--logit-bias", "3=1", "--logit-bias", "3=2", "x", status=2).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--nope", "--json", "x"),
+        ("generate", "--json", "--max-tokens", "0", "x"),
+        ("generate", "x", "--json", "--seed"),
+        ("generate", "--json", "x", "y"),
+        ("inspect", "--context", "x", "--json"),
+        ("explain", "--json"),
+        ("nope", "--json"),
+    ],
+)
+def test_wrong_usage_is_json_where_json_was_asked_for(arguments: Sequence[str]) -> None:
+    result = run(*arguments, status=2)
+    value = json.loads(result.stdout)
+    assert value["error"]["type"] == "UsageError"
+    assert value["error"]["message"]
+    assert "Error" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("generate", "--model", "no/such/folder/here", "--", "--json"), 1),
+        (("generate", "--model", "no/such/folder/here", "--stop", "--json", "x"), 1),
+        (("generate", "--nope", "--", "--json"), 2),
+        (("generate", "--max-tokens", "0", "--stop", "--json", "x"), 2),
+        (("nope", "--", "--json"), 2),
+    ],
+)
+def test_what_is_only_spelled_like_the_option_does_not_ask_for_json(arguments: Sequence[str], status: int) -> None:
+    assert run(*arguments, status=status).stdout == ""
+
+
+def test_an_error_ends_a_stream_of_lines_on_a_line_of_its_own(folder: Path) -> None:
+    command = ("generate", "--model", folder, "--json", "--stream", "--logit-bias", "99999=1", "x")
+    (only,) = run(*command, status=1).stdout.splitlines()
+    assert json.loads(only)["error"]["type"] == "RequestError"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("demo",), "'demo' is a model, and the messages are missing"),
+        (("Qwen/Qwen2.5-0.5B-Instruct",), "is a model"),
+        (("Who goes there?", "demo"), "the model comes first"),
+        ((), "the messages are missing"),
+    ],
+)
+def test_explain_does_not_take_a_model_for_a_message(arguments: Sequence[str], says: str) -> None:
+    message = json.loads(run("explain", *arguments, "--json", status=2).stdout)["error"]["message"]
+    assert says in message
+
+
+def test_explain_takes_a_folder_for_the_model_it_is(folder: Path) -> None:
+    assert "is a model" in json.loads(run("explain", folder, "--json", status=2).stdout)["error"]["message"]
+    explained = json.loads(run("explain", "demo", "demo", "--json").stdout)
+    assert "demo" in explained["prompt"]
+    assert explained["model"].endswith("demo_model")
+
+
+def test_help_says_what_each_option_is() -> None:
+    group: Any = typer.main.get_command(app)
+    for name, command in group.commands.items():
+        assert command.help, name
+        for parameter in command.params:
+            assert parameter.help, f"{name} {parameter.name}"
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "explain"])
+def test_help_shows_defaults_and_no_brackets_of_brackets(command: str) -> None:
+    text = run(command, "--help", environment={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
+    assert "[[" not in text
+    assert "bool" not in text
+    assert ("[default: (the checkpoint's)]" in text) == (command == "generate")
+    assert ("[default: (the model's)]" in text) == (command != "explain")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_synth_writes_follows_the_umask(tmp_path: Path, umask: int, mode: int, shards: int) -> None:
+    before = os.umask(umask)
+    try:
+        run("synth", tmp_path / "m", "--shards", shards)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "m").iterdir()} == {mode}
+
+
+def test_inspect_shows_parts_that_add_up(folder: Path) -> None:
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    rows = [row for row in run("inspect", folder).stdout.splitlines() if row.startswith(("RAM", "VRAM"))]
+    assert len(rows) == 2
+    for row in rows:
+        found = re.findall(r"([\d.]+) (B|kB|MB|GB)", row.split(" (")[0])
+        total, *parts = [float(number) * units[unit] for number, unit in found]
+        assert abs(total - sum(parts)) <= sum(0.05 * units[unit] for _, unit in found)  # each is rounded to a tenth
