@@ -18,7 +18,7 @@ import numpy as np
 
 from xinfer import gpu
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG
+from xinfer.doctor.isolated import BROKEN, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG
 from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import directml
 from xinfer.gpu.api import Device
@@ -94,6 +94,8 @@ def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
         return {"outcome": LOST, "detail": str(reason) if reason.lost else str(error)}
     except OutOfMemoryError as error:  # no fault of the kernel
         return {"outcome": SKIPPED, "detail": str(error)}
+    except (LookupError, TypeError, ValueError, AssertionError) as error:  # a fault of ours, not of the kernel
+        return {"outcome": BROKEN, "detail": f"{type(error).__name__}: {error}"}
     except DeviceError as error:
         return {"outcome": HUNG if STILL_RUNS in str(error) else REFUSED, "detail": str(error)}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from xinfer._version import __version__
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import FAILURES, RIGHT, Ended, run_isolated
+from xinfer.doctor.isolated import BROKEN, FAILURES, RIGHT, Ended, run_isolated
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
 from xinfer.quarantine import Quarantine
@@ -111,7 +111,7 @@ def _examine_adapter(
         tried(len(names))
     after = quarantine.variants_for(info)
     report["quarantined"], report["lifted"] = sorted(after), sorted(before - after)
-    failed = [entry for entry in report["variants"] if entry["outcome"] in FAILURES]
+    failed = [entry for entry in report["variants"] if entry["outcome"] in (*FAILURES, BROKEN)]
     report["right"] = opened.outcome == RIGHT and not failed
     return report
 

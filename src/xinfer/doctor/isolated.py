@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RIGHT, WRONG, HUNG, LOST, CRASHED, REFUSED, SKIPPED = (
+RIGHT, WRONG, HUNG, LOST, CRASHED, REFUSED, SKIPPED, BROKEN = (
     *("right", "wrong", "hung", "lost"),
-    *("crashed", "refused", "skipped"),
+    *("crashed", "refused", "skipped", "broken"),
 )
-FAILURES = (WRONG, HUNG, LOST, CRASHED, REFUSED)
+FAILURES = (WRONG, HUNG, LOST, CRASHED, REFUSED)  # a kernel's; "broken" is a fault of the trial itself
 KILL_WAIT_S = 5.0  # for a killed process to go; one that sits in its driver may never
 WINDOWS_CODES = {
     0xC0000005: "access violation",
@@ -77,15 +77,15 @@ def _ended(code: int, target: Path, said: str) -> Ended:
 
 def how_it_died(code: int) -> str:
     """A return code in words: a signal's name, or what Windows calls it."""
-    if code < 0:
-        try:
-            return signal.Signals(-code).name
-        except ValueError:
-            return f"signal {-code}"
     unsigned = code & 0xFFFF_FFFF
     if unsigned in WINDOWS_CODES:
         return f"{WINDOWS_CODES[unsigned]} ({unsigned:#010x})"
-    return f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
 
 
 def _read(target: Path) -> dict[str, Any] | None:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer import ops
-from xinfer.shaders.catalog import FORMATS, Variant, variants
-from xinfer.trials.attention import AttentionTrial, cache_numbers, combiner
+from xinfer.shaders.catalog import FORMATS, Variant
+from xinfer.trials.attention import COMBINE, AttentionTrial, TurnTrial, cache_numbers
 from xinfer.trials.base import Trial
 from xinfer.trials.bench import DTYPES
 from xinfer.trials.cache import AppendTrial, CacheFormat
@@ -179,27 +179,29 @@ def _pack_rows(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iter
 
 
 def _attention(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
-    kernel = variant if "q" in variant.buffers else None
-    form = _cache_format(kernel or _combined_kernel(variant))
+    form: CacheFormat = "f16" if variant.id == COMBINE else _cache_format(variant)
     queries, keys = scale.queries, scale.keys
     places: list[tuple[int, int, int | None, int | None]] = [  # rows, keys, splits, window
         *((1, 1, None, None), (1, 33, 1, None), (1, keys, None, None), (1, keys, 5, None), (1, keys, 3, keys // 2)),
-        *((queries, queries, 1, None), (queries, queries + keys // 2, 2, None), (queries, keys, 1, 40)),
+        *((queries, queries, 1, None), (queries, queries + keys // 2, 2, None), (queries, max(queries, keys), 1, 40)),
     ]
     for heads, kv_heads, dim in dict.fromkeys((model.heads, model.kv_heads, model.head_dim) for model in MODELS):
         for n, n_keys, splits, window in places:
-            k, v = (cache_numbers(_normal(rng, max(n, n_keys), kv_heads, dim), form) for _ in range(2))
-            trial = AttentionTrial(
-                q=2 * _normal(rng, n, heads, dim), k=k, v=v, format=form, n_splits=splits, window=window
-            )
-            if trial.fits(variant) and (kernel is not None or splits is not None):
+            k, v = (cache_numbers(_normal(rng, n_keys, kv_heads, dim), form) for _ in range(2))
+            q = 2 * _normal(rng, n, heads, dim)
+            named: dict[str, Any] = {"window": window, "n_splits": splits}
+            trial: AttentionTrial | TurnTrial = AttentionTrial(q=q, k=k, v=v, format=form, **named)
+            if "table" in variant.buffers:
+                new_k, new_v = _normal(rng, kv_heads, dim), _normal(rng, kv_heads, dim)
+                cos, sin = _tables(n_keys, dim)
+                fresh: dict[str, Any] = {"new_k": new_k, "new_v": new_v, "cos": cos, "sin": sin}
+                trial = TurnTrial(q=q[0], k=k[:-1], v=v[:-1], format=form, **fresh, **named)
+            if trial.fits(variant) and (variant.id != COMBINE or splits is not None) and (n == 1 or not _turns(trial)):
                 yield trial
 
 
-def _combined_kernel(combining: Variant) -> Variant:
-    """A kernel whose splits this variant puts together."""
-    kernels = [v for v in variants().values() if v.op == "attention" and "q" in v.buffers]
-    return next(v for v in kernels if combiner(v) == combining.id and not dict(v.defines).get("ONE_PASS"))
+def _turns(trial: Trial) -> bool:
+    return isinstance(trial, TurnTrial)
 
 
 def _argmax(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:

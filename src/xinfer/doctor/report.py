@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from xinfer.doctor.isolated import FAILURES
+from xinfer.doctor.isolated import BROKEN, FAILURES
 
 COMMON_NAMES = frozenset({"root", "user", "admin", "administrator", "runner", "build", "gpu"})  # they say nothing
 LEAST_NAME = 3  # shorter names would be found in words
-_HOMES = re.compile(r"(?:/home/|/Users/|[A-Za-z]:\\+Users\\+)[^/\\\s'\":;,]+")
+_HOMES = re.compile(r"(?:/home/|/Users/)[^/\s'\":;,]+|[A-Za-z]:\\+Users\\+[^\\\"':;,]+")
 
 
 def anonymous(report: Any) -> Any:
@@ -79,7 +79,7 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
         f"  driver     {adapter['driver']} {adapter['driver_version']}, {adapter['api']} {adapter['api_version']}",
         f"  memory     {size}",
         f"  bindings   up to {adapter['max_storage_range'] / 1e6:,.0f} MB",
-        f"  workgroups up to {adapter['max_workgroup_invocations']:,} lanes, {adapter['max_shared_bytes']:,} bytes shared",
+        f"  workgroups up to {adapter['max_workgroup_invocations']:,} lanes, {adapter['max_shared_bytes']:,} B shared",
         f"  subgroups  {adapter['subgroup_size_min']} to {adapter['subgroup_size_max']}",
         f"  features   {', '.join(adapter['features']) or 'none'}",
     ]
@@ -88,7 +88,7 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
     counts = Counter(entry["outcome"] for entry in adapter["variants"])
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
     lines.append(f"  kernels    {summary} ({adapter['scale']})")
-    failed = [entry for entry in adapter["variants"] if entry["outcome"] in FAILURES]
+    failed = [entry for entry in adapter["variants"] if entry["outcome"] in (*FAILURES, BROKEN)]
     lines += [f"  {entry['outcome'].upper():<9}  {entry['variant']}: {entry['detail']}" for entry in failed]
     if adapter["quarantined"]:
         lines.append(f"  quarantine {', '.join(adapter['quarantined'])}: other kernels are used in their place")

@@ -54,7 +54,8 @@ class Outcome:
     @property
     def right(self) -> bool:
         """Whether everything was right, and nothing else was touched."""
-        return self.judgement is not None and self.judgement.right and self.n_outside == 0
+        judged = self.judgement is not None and self.judgement.right and self.judgement.n > 0
+        return judged and self.n_outside == 0
 
     @property
     def ratio(self) -> float:

@@ -20,6 +20,7 @@ from xinfer.trials.judge import Array, Expected
 
 UNIT = 2.0**-24  # the largest relative error of one rounding to float32
 TINY = 2.0**-126  # below it a device may flush to zero
+TURN_UNITS = 4.0  # roundings of rope, by the length of a head
 F16_HALF_STEP = 2.0**-11  # the largest relative error of one rounding to f16
 F16_LEAST = 2.0**-25  # and the largest error where f16 is subnormal
 
@@ -116,10 +117,13 @@ def cached(turned: Expected, cache_format: str) -> Expected:
     return Expected(turned.values, np.asarray(turned.tolerance + 1.001 * step, np.float32))
 
 
-def attention(q: Array, k: Array, v: Array, *, start: int, window: int | None = None) -> Expected:
+def attention(
+    q: Array, k: Array, v: Array, *, start: int, window: int | None = None, turn_units: float = 0.0
+) -> Expected:
     """Attention of q (T, heads, D), from position `start` on, to k and v (S, KV heads, D) -> (T, heads * D).
 
-    A score is a sum of D products; its error and exp's scale the weights of the values.
+    k and v are what the cache holds. A score is a sum of D products; its error and exp's scale the weights of the
+    values. `turn_units` are roundings that q has had before.
     """
     n_tokens, n_heads, dim = q.shape
     values = reference.attention(q, k, v, q_start=start, window=window)
@@ -128,9 +132,17 @@ def attention(q: Array, k: Array, v: Array, *, start: int, window: int | None = 
     per_head = np.repeat(longest_key, n_heads // k.shape[1])
     score = np.linalg.norm(q, axis=-1) * per_head * dim**-0.5  # (T, heads): at most
     n_keys = np.arange(start + 1, start + n_tokens + 1)[:, np.newaxis]
-    relative = 2 * UNIT * ((math.sqrt(dim) + 8) * score + 8 + 4 * score + np.sqrt(n_keys))
+    relative = 2 * UNIT * ((math.sqrt(dim) + 8 + turn_units) * score + 8 + 4 * score + np.sqrt(n_keys))
     tolerance = 2 * np.repeat(relative, dim, axis=1) * mixed
     return Expected(values, np.asarray(tolerance, np.float32))
+
+
+def turned_attention(
+    q: Array, cos: Array, sin: Array, k: Array, v: Array, *, start: int, window: int | None = None
+) -> Expected:
+    """Attention of q (T, heads, D) that is turned first, cos and sin (T, D / 2)."""
+    turned = reference.rope(q, cos, sin)
+    return attention(turned, k, v, start=start, window=window, turn_units=TURN_UNITS)
 
 
 def packed(x: Array, scales: Array) -> Expected:

@@ -34,7 +34,8 @@ class Judgement:
     error: float
     tolerance: float
     n_wrong: int
-    n: int
+    n: int  # numbers judged
+    n_skipped: int  # numbers that the reference, too, has as NaN or infinity
     where: tuple[int, ...]
     found: float
     expected: float
@@ -45,6 +46,8 @@ class Judgement:
         return self.n_wrong == 0
 
     def __str__(self) -> str:
+        if self.n == 0:
+            return "nothing could be judged, since what it was given was not finite"
         place = ", ".join(map(str, self.where))
         return (
             f"{self.n_wrong:,} of {self.n:,} numbers are off; the worst at [{place}]: {self.found:.7g} instead of "
@@ -70,6 +73,7 @@ def judge(found: NDArray[Any], expected: Expected) -> Judgement:
         tolerance=float(tolerance[at]),
         n_wrong=int(np.count_nonzero(ratio > 1)),
         n=int(np.count_nonzero(judged)),
+        n_skipped=int(np.count_nonzero(~judged)),
         where=tuple(int(i) for i in at),
         found=float(found[at]),
         expected=float(values[at]),

@@ -88,8 +88,13 @@ class HeadJudge:
             watched.load()
             watched.head(steps.logits)
             self._end(run, steps.logits)
-            options = {"n_valid": vocab, "ring_size": RING, "advance": True, "scratch": scratch}
-            ops.argmax(watched.on, steps.logits, watched.state, steps.ring, **options)  # type: ignore[arg-type]
+            ops.argmax(
+                *(watched.on, steps.logits, watched.state, steps.ring),
+                n_valid=vocab,
+                ring_size=RING,
+                advance=True,
+                scratch=scratch,
+            )
             watched.done("argmax")
         token = steps.chosen(0)
         logits = run.logits
@@ -119,8 +124,8 @@ class HeadJudge:
                 run.judgements.append(dataclasses.replace(judged, where=where))
         for run in self._runs:
             worst = max(run.judgements, key=lambda judgement: judgement.ratio)
-            n_wrong, n = (sum(getattr(j, name) for j in run.judgements) for name in ("n_wrong", "n"))
-            judgement = dataclasses.replace(worst, n_wrong=n_wrong, n=n)
+            counts = {name: sum(getattr(j, name) for j in run.judgements) for name in ("n_wrong", "n", "n_skipped")}
+            judgement = dataclasses.replace(worst, **counts)
             trials = None if judgement.right else self._trials(run, judgement.where[1])
             self._emit(
                 Finding(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from xinfer.kv_cache import KVCache
 from xinfer.model.reference import rope_tables
 from xinfer.trials import expected
-from xinfer.trials.attention import AttentionTrial
+from xinfer.trials.attention import AttentionTrial, TurnTrial
 from xinfer.trials.base import Trial
 from xinfer.trials.cache import AppendTrial
 from xinfer.trials.judge import Array, Expected
@@ -179,15 +180,72 @@ class LayerJudge:
             self._say(kind, used, found, lambda: [alone])
 
     def _attention(self, kind: str, used: tuple[str, ...]) -> None:
+        if "append" not in self._seen:
+            self._turned_attention(kind, used)
+            return
         at, config = self._at, self.run.config
         q = self._qkv[: at.n, self._columns[0]].reshape(at.n, config.num_attention_heads, config.head_dim)
-        keys, values, window = self.keys, self.values, config.layer_windows[self._i]
         attn = self.run.read(self.run.attn)
-        wanted = expected.attention(q, keys, values, start=at.start, window=window)
-        cache_format, max_keys = self.run.network.cache(self._i).format, self.run.network.max_keys
-        trial = AttentionTrial(q=q, k=keys, v=values, format=cache_format, window=window, max_keys=max_keys)
+        wanted = expected.attention(q, self.keys, self.values, start=at.start, window=self._window)
+        trial = AttentionTrial(q=q, k=self.keys, v=self.values, **self._attention_options)
         self._say(kind, used, [("attention", attn[: at.n], wanted)], lambda: [trial])
         self._attn = self._operand = attn
+
+    def _turned_attention(self, kind: str, used: tuple[str, ...]) -> None:
+        """One kernel has done rope, kv_append and attention for the one row there is."""
+        at, config = self._at, self.run.config
+        assert at.n == 1
+        q, k, v = (self._qkv[:1, part] for part in self._columns)
+        self.keys, self.values = cached_rows(self.run.network, self._i, at.cache, at.end)
+        cos, sin = self._turns()
+        own_cos, own_sin = cos[at.start :], sin[at.start :]
+        cache_format, heads = self.run.network.cache(self._i).format, q.reshape(1, -1, config.head_dim)
+        attn, turned_k = self.run.read(self.run.attn), expected.rope(k, own_cos, own_sin)
+        found: list[Found] = [
+            (
+                "keys",
+                self.keys[at.start :].reshape(k.shape),
+                expected.cached(turned_k, cache_format),
+            ),
+            ("values", self.values[at.start :].reshape(v.shape), expected.cached(expected.exact(v), cache_format)),
+            (
+                *("attention", attn[:1]),
+                expected.turned_attention(
+                    heads, own_cos, own_sin, self.keys, self.values, start=at.start, window=self._window
+                ),
+            ),
+        ]
+        earlier: dict[str, Any] = {"k": self.keys[: at.start], "v": self.values[: at.start]}
+        whole: dict[str, Any] = {"k": self.keys, "v": self.values}
+        turned = expected.rope(q, own_cos, own_sin).values.reshape(heads.shape)
+        new_k, new_v = (part.reshape(-1, config.head_dim) for part in (k, v))
+        fresh: dict[str, Any] = {"new_k": new_k, "new_v": new_v, "cos": cos, "sin": sin}
+        append = AppendTrial(
+            k=k, v=v, positions=np.array([at.start]), n_kv_heads=len(new_k), format=cache_format, q=q, cos=cos, sin=sin
+        )
+        self._say(
+            *(kind, used, found),
+            lambda: [
+                TurnTrial(q=heads[0], **fresh, **earlier, **self._attention_options),
+                append,
+                AttentionTrial(q=turned, **whole, **self._attention_options),
+            ],
+        )
+        self._attn = self._operand = attn
+
+    @property
+    def _window(self) -> int | None:
+        return self.run.config.layer_windows[self._i]
+
+    @property
+    def _attention_options(self) -> dict[str, Any]:
+        """What attention's trials are told besides their numbers."""
+        network = self.run.network
+        return {
+            "format": network.cache(self._i).format,
+            "window": self._window,
+            "max_keys": network.max_keys,
+        }
 
     def _add_product(self, kind: str, used: tuple[str, ...]) -> None:
         w = self._w.o if kind == "o" else self._w.down

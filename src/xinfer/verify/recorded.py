@@ -19,6 +19,7 @@ from xinfer.trials.judge import Array
 from xinfer.verify.findings import Case
 from xinfer.verify.watch import cached_rows
 
+GARBAGE = 0x7E00_7E00  # NaN in f16, and far from everything in float32
 SHORT = 65  # tokens of prompts that are run in both forms
 LIMIT = 1e-4  # relative L2 error of what may be another rounding, which a driver may choose for another pipeline
 
@@ -94,6 +95,7 @@ class Replay:
 
     def _run_chunks(self, parts: Sequence[tuple[int, NDArray[np.int64]]], *, whole: bool) -> None:
         steps, cache = self._steps, self._cache
+        self._wipe_cache()
         for start, ids in parts:
             cache.ids[:] = self._ids[:start].tolist()
             rows = steps.bucket(len(ids))
@@ -101,6 +103,21 @@ class Replay:
             steps.stage_chunk(ids.tolist(), cache, rows=rows)
             steps.wait(steps.submit(recording))
             cache.ids += ids.tolist()
+
+    def _wipe_cache(self) -> None:
+        """Forget what the single ops left there: a recording that writes nothing must not look right."""
+        network, device = self._steps.network(), self._steps.device
+        recording = device.create_recording("wipe the cache")
+        try:
+            recording.barrier()
+            for i in range(self._steps.config.num_hidden_layers):
+                blocks = network.cache(i)
+                recording.fill(blocks.k, GARBAGE)
+                recording.fill(blocks.v, GARBAGE)
+            recording.finish()
+            self._steps.wait(device.submit(recording))
+        finally:
+            recording.release()
 
     def _compare_cache(
         self, case: Case, first: int, keys: Sequence[Array], values: Sequence[Array]

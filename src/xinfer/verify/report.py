@@ -65,6 +65,7 @@ def as_dict(verified: Verified) -> dict[str, Any]:
         "cases": [dataclasses.asdict(case) for case in verified.cases],
         "ops_judged": len(verified.findings),
         "numbers_judged": sum(finding.judgement.n for finding in verified.findings),
+        "numbers_not_finite": sum(finding.judgement.n_skipped for finding in verified.findings),
         "first": _finding(min(wrong, key=network_order)) if wrong else None,
         "worst": _finding(max(verified.findings, key=lambda finding: finding.judgement.ratio)),
         "divergences": [_diagnosis(diagnosis) for diagnosis in verified.diagnoses],
@@ -192,6 +193,11 @@ def _verdict_lines(report: dict[str, Any]) -> list[str]:
         lines.append(
             f"every op is right; the largest error is {worst['ratio']:.2g} of its tolerance ({place(worst)}, "
             f"{worst['case']})"
+        )
+    if report["numbers_not_finite"]:
+        lines.append(
+            f"{report['numbers_not_finite']:,} numbers were NaN or infinity in the reference, too, and were not judged"
+            + ("" if first is not None else ": the weights may be damaged")
         )
     if wrong:
         lines.append(
