@@ -201,9 +201,7 @@ def _scratch(plan: AttentionPlan, scratch: Bindable | None, out: Rows, label: st
     return scratch
 
 
-def attention_candidates(
-    cache: CacheBlocks, n_rows: int, *, turn: bool = False, few_keys: bool = False
-) -> list[str]:
+def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False, few_keys: bool = False) -> list[str]:
     """Variants that fit, best first: tiles of queries for many rows, shared loads of K and V for few."""
     forms = ["plain"]
     if cache.head_dim % 8 == 0:

@@ -288,6 +288,22 @@ def _linear_gemv() -> Iterator[Variant]:
             )
 
 
+PREFETCH_LOADS = 8 * 256  # 16-byte loads of a workgroup
+
+
+def _prefetch() -> Iterator[Variant]:
+    yield Variant(
+        id="prefetch.plain",
+        op="prefetch",
+        source="prefetch.hlsl",
+        defines=(("GROUP", 256),),
+        buffers=("w", "sink"),
+        constants=("loads",),
+        workgroup=(256, 1, 1),
+        shared_bytes=0,
+    )
+
+
 def _linear_gemm() -> Iterator[Variant]:
     tiles = (("plain", 32, 32, 16, 4, 4), ("tile64", 64, 64, 16, 4, 4), ("tile128", 128, 128, 16, 8, 8))
     for name, number in FORMATS.items():
@@ -436,7 +452,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
+        *(_prefetch, _linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}
