@@ -55,6 +55,11 @@ class Variant:
     subgroup_size: int | None = None  # the one it is written for; None: any
 
     @property
+    def uses_waves(self) -> bool:
+        """Whether lanes compute with the others of their wave, so that a workgroup must be made of whole waves."""
+        return self.needs >= WAVE_NEEDS
+
+    @property
     def n_buffers(self) -> int:
         """Bindings, numbered from 0."""
         return len(self.buffers)
