@@ -133,6 +133,8 @@ def test_a_bias_given_twice_is_wrong_usage() -> None:
         ("inspect", "--context", "x", "--json"),
         ("explain", "--json"),
         ("nope", "--json"),
+        ("--nope", "--json"),
+        ("--json", "devices"),
     ],
 )
 def test_wrong_usage_is_json_where_json_was_asked_for(arguments: Sequence[str]) -> None:
