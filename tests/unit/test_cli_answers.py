@@ -179,6 +179,13 @@ def test_explain_does_not_take_a_model_for_a_message(arguments: Sequence[str], s
     assert says in message
 
 
+def test_a_file_in_a_folder_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talks" / "first.json").write_text('[{"role": "user", "content": "Who goes there?"}]')
+    monkeypatch.chdir(tmp_path)
+    assert "Who goes there?" in run("explain", "talks/first.json").stdout
+
+
 def test_explain_takes_a_folder_for_the_model_it_is(folder: Path) -> None:
     assert "is a model" in json.loads(run("explain", folder, "--json", status=2).stdout)["error"]["message"]
     explained = json.loads(run("explain", "demo", "demo", "--json").stdout)
