@@ -12,7 +12,7 @@ import typer
 from tests.unit.cli_run import run
 
 from xinfer import LLM
-from xinfer.cli.app import app
+from xinfer.cli.app import app, with_options
 from xinfer.model.synthetic import PRESETS, write_checkpoint
 
 GREEDY = ("--temperature", 0, "--max-tokens", 12)
@@ -133,6 +133,8 @@ def test_a_bias_given_twice_is_wrong_usage() -> None:
         ("inspect", "--context", "x", "--json"),
         ("explain", "--json"),
         ("nope", "--json"),
+        ("--nope", "--json"),
+        ("--json", "devices"),
     ],
 )
 def test_wrong_usage_is_json_where_json_was_asked_for(arguments: Sequence[str]) -> None:
@@ -177,6 +179,13 @@ def test_explain_does_not_take_a_model_for_a_message(arguments: Sequence[str], s
     assert says in message
 
 
+def test_a_file_in_a_folder_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talks" / "first.json").write_text('[{"role": "user", "content": "Who goes there?"}]')
+    monkeypatch.chdir(tmp_path)
+    assert "Who goes there?" in run("explain", "talks/first.json").stdout
+
+
 def test_explain_takes_a_folder_for_the_model_it_is(folder: Path) -> None:
     assert "is a model" in json.loads(run("explain", folder, "--json", status=2).stdout)["error"]["message"]
     explained = json.loads(run("explain", "demo", "demo", "--json").stdout)
@@ -186,8 +195,9 @@ def test_explain_takes_a_folder_for_the_model_it_is(folder: Path) -> None:
 
 def test_help_says_what_each_option_is() -> None:
     group: Any = typer.main.get_command(app)
-    for name, command in group.commands.items():
-        assert command.help, name
+    for name, listed in group.commands.items():
+        command = with_options(name)
+        assert command.help == listed.help != "", name
         for parameter in command.params:
             assert parameter.help, f"{name} {parameter.name}"
 
