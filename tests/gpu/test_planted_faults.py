@@ -90,6 +90,13 @@ FAULTS = [
         "append",
     ),
     Fault(
+        "splits weighed as if they were alike",
+        "attention.combine",
+        "exp(weights[s2] - largest)",
+        "1.0",
+        "attn",
+    ),
+    Fault(
         "NaN",
         "linear_gemv.bf16.t4.l32r2.wave",
         "float value = total_of(set, n_parts, t, r);",

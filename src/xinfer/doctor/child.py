@@ -108,6 +108,8 @@ def try_variant(device: Device, variant: str, scale: menu.Scale, *, timeout_s: f
         ratio, n = 0.0, 0
         for trial in menu.trials_for(variants()[variant], scale):
             outcome = attempt(trial, device, kernels, variant, timeout_s=timeout_s)
+            if outcome.judgement is None:
+                continue  # it was not come to: too few keys for splits that would be combined, say
             ratio, n = max(ratio, outcome.ratio), n + 1
             if not outcome.right:
                 return {"outcome": WRONG, "detail": f"{trial.shape}: {outcome}", "ratio": ratio, "trials": n}

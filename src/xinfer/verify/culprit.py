@@ -94,15 +94,19 @@ def _diagnose(group: list[Finding], device: Device, kernels: KernelSet) -> Diagn
 def _alone(trial: Trial, device: Device, kernels: KernelSet) -> Alone:
     names = candidates(trial, kernels)
     with KernelSet(device) as free:  # without the quarantine: its variants are looked at, too
-        attempts = tuple(_attempt(trial, device, free, name) for name in names)
+        made = [_attempt(trial, device, free, name) for name in names]
+        attempts = tuple(attempt for attempt in made if attempt is not None)
     return Alone(op=trial.op, shape=trial.shape, attempts=attempts)
 
 
-def _attempt(trial: Trial, device: Device, kernels: KernelSet, variant: str) -> Attempt:
+def _attempt(trial: Trial, device: Device, kernels: KernelSet, variant: str) -> Attempt | None:
+    """How a variant did; None where these inputs do not come to it, as few keys do not to what combines splits."""
     try:
         outcome: Outcome = attempt(trial, device, kernels, variant)
     except (XinferError, ValueError) as error:
         return Attempt(variant=variant, right=False, detail=str(error))
+    if outcome.judgement is None:
+        return None
     return Attempt(variant=variant, right=outcome.right, detail=str(outcome), ratio=outcome.ratio)
 
 
@@ -118,8 +122,9 @@ def _ask_others(trial: Trial, variant: str, own: DeviceInfo) -> list[Elsewhere]:
             device = gpu.open_device(f"{info.api}:{info.index}")
             assert device is not None
             with device, KernelSet(device) as kernels:
-                if kernels.usable(variant):
-                    found.append(Elsewhere(device=name, attempt=_attempt(trial, device, kernels, variant)))
+                made = _attempt(trial, device, kernels, variant) if kernels.usable(variant) else None
+                if made is not None:
+                    found.append(Elsewhere(device=name, attempt=made))
         except XinferError:
             continue  # a device that cannot be opened has no opinion
     return found
