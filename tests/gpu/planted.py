@@ -5,6 +5,7 @@ The copy is run as a user runs xinfer, in processes of its own, so that nothing 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -27,14 +28,22 @@ TIMEOUT_S = 500
 
 @dataclass(frozen=True)
 class Fault:
-    """One change to the source of one variant, in its own file or in an include."""
+    """One change to the source of the variant that does an op in a case: in its own file, or in an include."""
 
     name: str
-    variant: str
+    case: str  # of verify's report
+    op: str  # where verify should say that it diverges
     old: str
     new: str
-    op: str  # where verify should say that it diverges
     file: str | None = None  # None: the variant's own source
+    only: str = ""  # a part of the variant's id, where an op takes several
+    variant: str = ""  # filled in by `on`
+
+    def on(self, report: dict[str, Any]) -> Fault:
+        """The same in the variant that a healthy report says is used."""
+        (used,) = (case["variants"][self.op] for case in report["errors"]["by_case"] if case["case"] == self.case)
+        (variant,) = (name for name in used if self.only in name)
+        return dataclasses.replace(self, variant=variant)
 
     def compiled(self, folder: Path) -> bytes:
         """The faulty kernel's SPIR-V."""

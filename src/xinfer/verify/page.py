@@ -86,7 +86,7 @@ def _verdict(report: dict[str, Any]) -> str:
     first, worst = report["first"], report["worst"]
     wrong = [entry for entry in report["recordings"] if entry["wrong"]]
     if report["right"]:
-        text = f"Everything is right. The largest error is {worst['ratio']:.2g} of its tolerance, at {place(worst)}."
+        text = f"Everything is right. The largest error is {worst['ratio']:.3g} of its tolerance, at {place(worst)}."
     elif first is not None:
         names = " and ".join(first["variants"])
         text = f"Diverged, first at {place(first)} by {names} ({first['case']}): {first['detail']}."

@@ -191,7 +191,7 @@ def _verdict_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"  {first['what']}: {first['detail']}")
     else:
         lines.append(
-            f"every op is right; the largest error is {worst['ratio']:.2g} of its tolerance ({place(worst)}, "
+            f"every op is right; the largest error is {worst['ratio']:.3g} of its tolerance ({place(worst)}, "
             f"{worst['case']})"
         )
     if report["numbers_not_finite"]:
