@@ -49,11 +49,21 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HlslSource:
+    """A shader for APIs that compile at run time: shader model 5.1, its includes already put in."""
+
+    name: str  # of its file, for the compiler's messages
+    text: str
+    defines: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCode:
-    """A compiled compute shader, and what has to be known to bind and launch it."""
+    """A compute shader in the forms that the APIs take, and what has to be known to bind and launch it."""
 
     id: str
     spirv: bytes
+    hlsl: HlslSource | None = None  # None: it exists for Vulkan only
     entry: str = "main"
     n_buffers: int
     n_constants: int  # dwords

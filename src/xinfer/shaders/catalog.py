@@ -281,17 +281,18 @@ def _linear_gemm() -> Iterator[Variant]:
         for tile, m, n, k, lane_m, lane_n in tiles:
             if name == "f32" and tile != "plain":
                 continue
+            group = m // lane_m * (n // lane_n)
             yield Variant(
                 id=f"linear_gemm.{name}.{tile}",
                 op="linear_gemm",
                 source="linear_gemm.hlsl",
                 defines=(
                     *(("FORMAT", number), ("TILE_M", m), ("TILE_N", n), ("TILE_K", k)),
-                    *(("LANE_M", lane_m), ("LANE_N", lane_n)),
+                    *(("LANE_M", lane_m), ("LANE_N", lane_n), ("GROUP", group)),
                 ),
                 buffers=("x", "w", "bias", "y"),
                 constants=GEMM_CONSTANTS,
-                workgroup=(m // lane_m * (n // lane_n), 1, 1),
+                workgroup=(group, 1, 1),
                 shared_bytes=4 * k * (m + 1 + n + 1),
             )
 

@@ -6,7 +6,9 @@
 #define XINFER_COMMON
 
 #ifdef XINFER_D3D
-#define READS(TYPE, NAME, SLOT) StructuredBuffer<TYPE> NAME : register(t##SLOT)
+// What is only read is bound for writing, too: a buffer then has one state in all of a recording's dispatches, although
+// some of its slices are written and others read. There are 8 such registers, as many as an op has buffers.
+#define READS(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
 #define WRITES(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
 #define SHARED_WRITES(TYPE, NAME, SLOT) WRITES(TYPE, NAME, SLOT)
 #define CONSTANTS(TYPE, NAME) ConstantBuffer<TYPE> NAME : register(b0)

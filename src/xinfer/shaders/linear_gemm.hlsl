@@ -8,7 +8,9 @@
 #define FLAG_ACCUMULATE 2u
 #define LANES_M (TILE_M / LANE_M)
 #define LANES_N (TILE_N / LANE_N)
-#define GROUP (LANES_M * LANES_N)
+#if GROUP != LANES_M * LANES_N
+#error GROUP is the number of a tile's lanes
+#endif
 
 struct Constants {
     uint columns;
@@ -53,7 +55,7 @@ void stage_w(uint first_row, uint first_column, uint lane) {
     }
 }
 
-[numthreads(LANES_M * LANES_N, 1, 1)]
+[numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint lane_m = lane / LANES_N, lane_n = lane % LANES_N;
     uint first_m = group.y * TILE_M, first_n = group.x * TILE_N;

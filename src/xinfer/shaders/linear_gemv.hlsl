@@ -88,9 +88,9 @@ groupshared float parts[SETS * PARTS_MAX * SUMS_PER_PART];
     }
 #endif
 
-uint4 read_w(uint matrix, uint at) {
+uint4 read_w(uint which, uint at) {
 #if SWIGLU
-    return matrix == 0 ? w[at] : w2[at];
+    return which == 0 ? w[at] : w2[at];
 #else
     return w[at];
 #endif
