@@ -1,6 +1,7 @@
 """GPUs: buffers, kernels and recordings, behind one interface for every graphics API.
 
-`open_device` takes a selector: "vulkan", "vulkan:1", "null", part of an adapter's name, or "auto".
+`open_device` takes a selector: "vulkan", "vulkan:1", "d3d12", "null", part of an adapter's name, or
+"auto".
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from xinfer.errors import DeviceError
-from xinfer.gpu import api, null, vulkan
+from xinfer.gpu import api, d3d12, null, vulkan
 
 # By name, in the order in which "auto" and names of adapters look at them.
-BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan}
+BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan, "d3d12": d3d12}
 BY_PREFERENCE: tuple[api.DeviceKind, ...] = ("discrete", "integrated", "virtual", "other")
 
 
@@ -43,7 +44,7 @@ def choose_device(selector: str) -> api.DeviceInfo | None:
         return _choose_from(name, number)
     devices = list_devices()
     if wanted == "auto":
-        devices = [device for device in devices if device.kind in BY_PREFERENCE]
+        devices = [device for device in devices if device.kind in BY_PREFERENCE and not device.emulated]
     else:
         devices = [device for device in devices if wanted in device.name.lower()]
         if not devices:

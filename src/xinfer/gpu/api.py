@@ -25,7 +25,7 @@ MAX_CONSTANTS = 32  # dwords of constants of one op
 class DeviceInfo:
     """One adapter: what it is, its limits, and the features that the engine will use on it."""
 
-    api: str  # "vulkan", "null", ...
+    api: str  # "vulkan", "d3d12", "null"
     index: int  # what "vulkan:1" selects
     name: str
     kind: DeviceKind
@@ -46,6 +46,7 @@ class DeviceInfo:
     storage_alignment: int  # a binding's offset is a multiple of this
     max_allocation: int  # bytes of one buffer
     features: frozenset[str]
+    emulated: bool = False  # one API on top of another: used when asked for, never chosen by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

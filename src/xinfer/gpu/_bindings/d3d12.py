@@ -10,6 +10,8 @@ from ctypes import Array, Structure, Union, c_char_p, c_int32, c_size_t, c_uint8
 from typing import Any
 from uuid import UUID
 
+from xinfer.gpu.api import Severity
+
 # The interfaces' ids.
 IIDS = {
     "ID3D12CommandAllocator": "6102dee4-af59-4b09-b999-b44d73f09b24",
@@ -166,7 +168,8 @@ D3D12_DRED_ENABLEMENT_FORCED_ON = 2
 DXGI_ADAPTER_FLAG_SOFTWARE = 2
 DXGI_MEMORY_SEGMENT_GROUP_LOCAL = 0
 
-SEVERITIES = ("corruption", "error", "warning", "info", "message")  # D3D12_MESSAGE_SEVERITY, in its order
+# D3D12_MESSAGE_SEVERITY, in its order.
+SEVERITIES: tuple[Severity, ...] = ("corruption", "error", "warning", "info", "message")
 # D3D12_AUTO_BREADCRUMB_OP, as far as compute work brings them about.
 BREADCRUMB_OPS = {
     0: "SETMARKER",

@@ -148,19 +148,10 @@ def hresult_name(result: int) -> str:
 
 
 def wide(text: str) -> Any:
-    """A zero-terminated UTF-16 string in memory; WCHAR has 16 bits in Direct3D 12 on every system."""
-    data = text.encode("utf-16-le", errors="replace") + b"\0\0"
-    return (c_uint16 * (len(data) // 2)).from_buffer_copy(data)
+    """A zero-terminated string of wchar_t in memory: 16 bits on Windows, 32 with vkd3d."""
+    return ctypes.create_unicode_buffer(text)
 
 
-def read_wide(address: int | None, limit: int = 4096) -> str:
-    """The zero-terminated UTF-16 string at an address; "" at none."""
-    if not address:
-        return ""
-    units = bytearray()
-    for at in range(address, address + 2 * limit, 2):
-        unit = ctypes.string_at(at, 2)
-        if unit == b"\0\0":
-            break
-        units += unit
-    return units.decode("utf-16-le", errors="replace")
+def read_wide(address: int | None) -> str:
+    """The zero-terminated string of wchar_t at an address; "" at none."""
+    return ctypes.wstring_at(address) if address else ""

@@ -52,7 +52,7 @@ def _path(runtime: Runtime, source: HlslSource, entry: str) -> Path | None:
 
 def _compile(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
     text = source.text.encode()
-    named = [(name.encode(), str(value).encode()) for name, value in source.defines]
+    named = [D3D_SHADER_MACRO(name.encode(), str(value).encode()) for name, value in source.defines]
     macros = (D3D_SHADER_MACRO * (len(named) + 1))(*named)
     code, errors = c_void_p(), c_void_p()
     result = runtime.call(

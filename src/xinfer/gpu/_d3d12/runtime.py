@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from ctypes import c_void_p
@@ -91,6 +92,8 @@ class Vkd3dRuntime(Exports):
     def __init__(self) -> None:
         if platform.machine() != "x86_64":
             raise DeviceError(f"vkd3d is used on x86_64 Linux only; this machine is {platform.machine()}: use Vulkan")
+        for variable in ("VKD3D_DEBUG", "VKD3D_SHADER_DEBUG"):
+            os.environ.setdefault(variable, "none")  # else it tells on stderr of every flag that it passes over
         libffi = native.load_library(LIBFFI)
         functions = ("D3D12CreateDevice", "D3D12GetDebugInterface", "D3D12SerializeRootSignature", "D3DCompile")
         super().__init__(FfiCaller(libffi), {VKD3D[0]: functions})
