@@ -358,9 +358,7 @@ def linear_candidates(model: QwenModel) -> dict[str, list[str]]:
 def attention_choices(model: QwenModel) -> list[tuple[str, int]]:
     """(variant, splits) worth a try."""
     size = 64 if model.config.head_dim <= 64 else 128
-    few = [(f"attention.f16.tiled{size}_one_pass", n) for n in (1, 2, 4, 8, 16)]
-    many = [(f"attention.f16.tiled{size}", n) for n in (2, 4, 8, 16, 32, 66, 132, 256)]
-    return [*few, *many, ("attention.f16.decode", 16), ("attention.f16.decode", 66)]
+    return [(f"attention.f16.tiled{size}_turn", n) for n in (1, 2, 4, 8, 16, 32, 66, 132)]
 
 
 def tune(model: QwenModel, contexts: list[int]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jinja2.ext import loopcontrols
 from jinja2.utils import Namespace
 
 from xinfer.errors import ChatTemplateError, RequestError
+from xinfer.files import is_folder, is_there, read_json_object, read_text
 from xinfer.template_sandbox import MAX_DEPTH, MAX_SIZE, BoundedEnvironment, Budget, GenerationTag, LimitError, spending
 
 MAX_FILE_BYTES = 4 * 2**20  # of a template, or of the JSON that holds it; published ones have some thousands
@@ -61,11 +62,13 @@ class ChatTemplate:
         folder = Path(path)
         files = _template_files(folder)
         if files:
-            sources = {name: _read_text(file) for name, file in files.items()}
+            sources = {
+                name: read_text(file, error=ChatTemplateError, max_bytes=MAX_FILE_BYTES) for name, file in files.items()
+            }
             return cls(sources, special_tokens=special_tokens, origin=str(next(iter(files.values()))))
         for name in ("tokenizer_config.json", "chat_template.json"):
             file = folder / name
-            if file.is_file():
+            if is_there(file):
                 found = _from_json(file)
                 if found is not None:
                     return cls(found, special_tokens=special_tokens, origin=str(file))
@@ -113,6 +116,11 @@ class ChatTemplate:
                 raise ChatTemplateError(
                     f"{self.origin} has no template named {name!r}, only {', '.join(sorted(self.templates))!s:.200}; "
                     "name one of them so in the checkpoint's folder"
+                )
+            if not self.templates[name].strip():
+                raise ChatTemplateError(
+                    f"{self.origin} is empty, and would leave every message out; take it from the original checkpoint, "
+                    "or remove it and use generate with a plain prompt"
                 )
             try:
                 with spending(Budget()):
@@ -333,21 +341,19 @@ def _line(template: jinja2.Template, error: Exception) -> str:
 
 
 def _template_files(folder: Path) -> dict[str, Path]:
-    files = {}
-    if (folder / "chat_template.jinja").is_file():
-        files["default"] = folder / "chat_template.jinja"
+    found = {}
+    if is_there(folder / "chat_template.jinja"):
+        found["default"] = folder / "chat_template.jinja"
     more = folder / "additional_chat_templates"
-    if more.is_dir():
-        files.update({file.stem: file for file in sorted(more.glob("*.jinja")) if file.is_file()})
-    return files
+    if is_there(more):
+        if not is_folder(more):
+            raise ChatTemplateError(f"{more} is a file; expected a folder of templates: download the model again")
+        found.update({file.stem: file for file in sorted(more.glob("*.jinja"))})
+    return found
 
 
 def _from_json(file: Path) -> str | dict[str, str] | None:
-    try:
-        data = json.loads(_read_text(file))
-    except (ValueError, RecursionError) as error:
-        raise ChatTemplateError(f"{file} is not valid JSON: {error}; download it again") from error
-    found = data.get("chat_template") if isinstance(data, dict) else None
+    found = read_json_object(file, error=ChatTemplateError, max_bytes=MAX_FILE_BYTES).get("chat_template")
     if found is None or isinstance(found, str):
         return found
     if isinstance(found, list) and found:
@@ -358,13 +364,3 @@ def _from_json(file: Path) -> str | dict[str, str] | None:
     raise ChatTemplateError(
         f"{file}: chat_template is {found!r:.80}; expected a string, or a list of objects with name and template"
     )
-
-
-def _read_text(file: Path) -> str:
-    try:
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise ChatTemplateError(f"{file} has {size:,} bytes; at most {MAX_FILE_BYTES:,} are read")
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ChatTemplateError(f"{file} cannot be read: {error}; download it again") from error

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from xinfer.errors import ModelNotFoundError, WeightsError
+from xinfer.files import is_there, read_json_object, shown
 
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parent / "demo_model"
@@ -104,13 +104,12 @@ def _download(repo: str, revision: str | None) -> Path:
 def _shards(folder: Path) -> list[str]:
     """The weight files that this snapshot needs: those that the index names, or the single file."""
     index = folder / _INDEX
-    if not index.is_file():
+    if not is_there(index):
         return ["model.safetensors"]
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        return sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise WeightsError(f"{index}: not a shard index ({error}); expected a JSON object with 'weight_map'") from error
+    weight_map = read_json_object(index, error=WeightsError).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise WeightsError(f"{index} has weight_map {shown(weight_map)}; expected an object of tensor and file names")
+    return sorted({str(name) for name in weight_map.values()})
 
 
 def _snapshot(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:

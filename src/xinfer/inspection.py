@@ -91,14 +91,17 @@ def render_inspection(report: dict[str, Any]) -> str:
         ("parameters", f"{report['parameters']:,} in {report['tensors']:,} tensors"),
         ("bytes", ", ".join(f"{_size(n)} {dtype}" for dtype, n in report["bytes_by_dtype"].items())),
         ("context", f"{report['context']:,} tokens"),
-        ("RAM on the CPU", _needs(ram) + f" (layer by layer: weights {_size(ram['weights_layer_by_layer'])})"),
+        ("RAM on the CPU", _needs(ram) + f" (weights layer by layer: {_size(ram['weights_layer_by_layer'])})"),
         ("VRAM on a GPU", _needs(vram)),
     ]
     return _table(rows)
 
 
 def _needs(part: dict[str, int]) -> str:
-    return f"{_size(part['total'])}: weights {_size(part['weights'])}, KV cache {_size(part['kv_cache'])}"
+    return (
+        f"{_size(part['total'])}: weights {_size(part['weights'])}, KV cache {_size(part['kv_cache'])}, "
+        f"activations {_size(part['activations'])}"
+    )
 
 
 def explain_messages(

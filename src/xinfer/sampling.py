@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -89,6 +89,27 @@ class SamplingParams:
         object.__setattr__(self, "stop", _checked_stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+
+class _FrozenBias(Mapping[int, float]):
+    """A bias that cannot be changed once it was checked. Unlike a MappingProxyType it can be copied and pickled."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: dict[int, float]) -> None:
+        self._values = values
+
+    def __getitem__(self, token: int) -> float:
+        return self._values[token]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return repr(self._values)
 
 
 class Sampled(NamedTuple):
@@ -411,7 +432,7 @@ def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
     return tuple(int(i) for i in ids)
 
 
-def _checked_bias(bias: object) -> dict[int, float] | None:
+def _checked_bias(bias: object) -> Mapping[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
@@ -421,7 +442,7 @@ def _checked_bias(bias: object) -> dict[int, float] | None:
             raise RequestError(f"logit_bias has the key {_shown(token)}; keys are token ids, 0 to 2**31 - 1")
         if not _is_float(value) or not value < math.inf:
             raise RequestError(f"logit_bias for id {token} must be a number below infinity, not {_shown(value)}")
-    return {int(token): float(value) for token, value in bias.items()}
+    return _FrozenBias({int(token): float(value) for token, value in bias.items()})
 
 
 def _ids_within(what: str, ids: Iterable[int], vocab_size: int) -> NDArray[np.int64]:

@@ -6,7 +6,6 @@ The files beside tokenizer.json have the meaning that transformers gives them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
+from xinfer import files
 from xinfer.errors import RequestError, TokenizerError
 from xinfer.patterns import PatternError, check_pattern
 
@@ -56,11 +56,11 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     From tokenizer.json, or vocab.json with merges.txt (Qwen's first form), and tokenizer_config.json.
     """
     config_file = folder / "tokenizer_config.json"
-    config = _read_json(config_file) if config_file.is_file() else {}
-    if (folder / "tokenizer.json").is_file():
+    config = _optional_json(config_file)
+    if files.is_there(folder / "tokenizer.json"):
         file = folder / "tokenizer.json"
         backend = guarded(lambda: _from_json(file), file)
-    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+    elif files.is_there(folder / "vocab.json") and files.is_there(folder / "merges.txt"):
         file = folder / "vocab.json"
         backend = guarded(lambda: _from_vocab_and_merges(folder), file)
     else:
@@ -95,49 +95,23 @@ def guarded(call: Callable[[], T], file: Path | None = None) -> T:
         ) from error
 
 
-def _read_text(file: Path, *, max_bytes: int = MAX_FILE_BYTES) -> str:
-    try:
-        size = file.stat().st_size
-        if size > max_bytes:
-            raise TokenizerError(
-                f"{file} has {size:,} bytes; expected at most {max_bytes:,}: this is no tokenizer of a known kind"
-            )
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"{file} cannot be read: {error}; download it again") from error
-
-
 def _read_json(file: Path, *, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    return _parsed(_read_text(file, max_bytes=max_bytes), file)
+    return _parsed(files.read_bytes(file, error=TokenizerError, max_bytes=max_bytes), file)
 
 
-def _parsed(text: str, file: Path) -> dict[str, Any]:
-    if sum(map(text.count, ",[{")) > MAX_VALUES:
+def _optional_json(file: Path) -> dict[str, Any]:
+    return _read_json(file) if files.is_there(file) else {}
+
+
+def _parsed(data: bytes, file: Path) -> dict[str, Any]:
+    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise TokenizerError(f"{file} has more than {MAX_VALUES:,} values: this is no tokenizer of a known kind")
-
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        # The library might go by another one of them than the one that is checked here.
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise TokenizerError(f"{file} has the key {twice!r:.80} twice in one object; keep one of them")
-        return result
-
-    try:
-        data = json.loads(text, object_pairs_hook=refuse_duplicates)
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"{file} is not valid JSON: {error}; download it again") from error
-    except (ValueError, RecursionError) as error:  # ValueError: Python reads no integer of thousands of digits
-        what = "is nested too deeply" if isinstance(error, RecursionError) else "holds an integer of absurd length"
-        raise TokenizerError(f"{file} {what}; download it again") from error
-    if not isinstance(data, dict):
-        raise TokenizerError(f"{file} holds a {type(data).__name__}; expected a JSON object: download it again")
-    return data
+    # A key that is there twice is refused: the library might go by another one of them than the one checked here.
+    return files.parse_json_object(data, where=str(file), error=TokenizerError)
 
 
 def _missing(folder: Path) -> str:
-    if not folder.is_dir():
+    if not files.is_folder(folder):
         return f"{folder} is not a folder; expected a checkpoint's folder with a tokenizer.json"
     return (
         f"{folder} has neither tokenizer.json nor vocab.json with merges.txt; take tokenizer.json from the original "
@@ -146,11 +120,11 @@ def _missing(folder: Path) -> str:
 
 
 def _from_json(file: Path) -> tokenizers.Tokenizer:
-    text = _read_text(file)
-    data = _parsed(text, file)
+    stored = files.read_bytes(file, error=TokenizerError, max_bytes=MAX_FILE_BYTES)
+    data = _parsed(stored, file)
     _check_parts(data, file)
     _check_model(data.get("model"), file)
-    backend = tokenizers.Tokenizer.from_str(text)
+    backend = tokenizers.Tokenizer.from_buffer(stored)
     for token in data.get("added_tokens") or ():
         _check_id(backend, token["content"], token["id"], file)
     return backend
@@ -252,7 +226,7 @@ def _check_id(backend: tokenizers.Tokenizer, content: str, expected: int, file: 
 
 def _from_vocab_and_merges(folder: Path) -> tokenizers.Tokenizer:
     vocab = _read_json(folder / "vocab.json", max_bytes=MAX_FILE_BYTES)
-    merges_text = _read_text(folder / "merges.txt")
+    merges_text = files.read_text(folder / "merges.txt", error=TokenizerError, max_bytes=MAX_FILE_BYTES)
     if merges_text.count("\n") > MAX_MERGES:
         raise TokenizerError(f"{folder / 'merges.txt'} has more than {MAX_MERGES:,} lines: take it from the original")
     lines = merges_text.split("\n")
@@ -286,10 +260,9 @@ def _apply_config(backend: tokenizers.Tokenizer, config: dict[str, Any], folder:
         listed = _mapping(config["added_tokens_decoder"], "added_tokens_decoder", file)
         added = {_token_id(i, file): _added_token(token, file) for i, token in listed.items()}
     else:
-        legacy = folder / "special_tokens_map.json"
-        config = {**config, **(_read_json(legacy) if legacy.is_file() else {})}
+        config = {**config, **_optional_json(folder / "special_tokens_map.json")}
         extra = folder / "added_tokens.json"
-        by_text = _read_json(extra) if extra.is_file() else {}
+        by_text = _optional_json(extra)
         special = set(_special_tokens(config, file).values()) | set(_additional(config))
         added = {
             _token_id(i, extra): AddedToken(t, special=t in special, normalized=t not in special)

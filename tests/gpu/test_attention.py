@@ -12,11 +12,14 @@ from tests.gpu.op_bench import DTYPES, UNIT, Array, Bench, Output, assert_close,
 from xinfer import ops
 from xinfer.model import reference
 from xinfer.ops._attention import attention_candidates, is_tiled
-from xinfer.shaders.catalog import Variant, attention_tile_keys, variants
+from xinfer.shaders.catalog import ATTENTION_SPLITS_MAX, ATTENTION_TILED_SPLITS_MAX, Variant, variants
 
 VARIANTS = [v for v in variants().values() if v.op == "attention" and ".combine" not in v.id]
 PREFILL = [v for v in VARIANTS if v.source == "attention_prefill.hlsl"]
 CacheFormat = Literal["f32", "f16"]
+
+
+TURNING = [v for v in VARIANTS if v.id.endswith("_turn")]  # they take q, k and v as the projections made them
 
 
 def format_of(variant: Variant) -> CacheFormat:
@@ -44,12 +47,18 @@ class Case:
         shape = (2 * blocks, heads[1], ops.BLOCK_TOKENS, head_dim)
         self.k, self.v = (rng.standard_normal(shape, np.float32).astype(DTYPES[cache_format]) for _ in range(2))
         self.q = rng.standard_normal((len(places), heads[0] * head_dim), np.float32) * np.float32(spread)
+        self.angles = rng.uniform(-3, 3, (longest, head_dim // 2)).astype(np.float32)
 
     def put(self, bench: Bench) -> tuple[Any, ops.Rows, ops.CacheBlocks]:
-        state = bench.state([ops.RowState(token=0, sequence=s, position=p) for s, p in self.places])
-        # Keys that no query sees are NaN: one that is read all the same shows.
-        k, v = (self._hide(part) for part in (self.k, self.v))
-        cache = ops.CacheBlocks(
+        """For kernels whose q has been turned, and whose keys are all in the cache."""
+        q = bench.put_rows(self.q, stride=self.q.shape[1] + 6, offset=2)
+        return self.put_state(bench), q, self._put_cache(bench, *(self._hide(part) for part in (self.k, self.v)))
+
+    def put_state(self, bench: Bench) -> Any:
+        return bench.state([ops.RowState(token=0, sequence=s, position=p) for s, p in self.places])
+
+    def _put_cache(self, bench: Bench, k: NDArray[Any], v: NDArray[Any]) -> ops.CacheBlocks:
+        return ops.CacheBlocks(
             k=bench.put(k),
             v=bench.put(v),
             table=bench.put(self.table),
@@ -58,15 +67,33 @@ class Case:
             head_dim=self.head_dim,
             format=self.format,
         )
-        q = bench.put_rows(self.q, stride=self.q.shape[1] + 6, offset=2)
-        return state, q, cache
 
-    def _hide(self, blocks: NDArray[Any]) -> NDArray[Any]:
+    def put_unturned(self, bench: Bench) -> tuple[tuple[Any, ...], ops.CacheBlocks]:
+        """(table, q, k, v) as the projections leave them, and a cache without each sequence's last key."""
+        kv_heads, dim = self.heads[1], self.head_dim
+        width = kv_heads * dim
+        k, v = (np.zeros((len(self.places), kv_heads, dim), np.float32) for _ in range(2))
+        q = self.q.reshape(len(self.places), -1, dim).copy()
+        for row, (sequence, position) in enumerate(self.places):
+            if position != ops.UNUSED_POSITION:
+                block, token = self.table[sequence, position // ops.BLOCK_TOKENS], position % ops.BLOCK_TOKENS
+                k[row], v[row] = (part[block, :, token].astype(np.float32) for part in (self.k, self.v))
+                cos, sin = np.cos(self.angles[[position]]), np.sin(self.angles[[position]])
+                q[[row]], k[[row]] = (reference.rope(part[[row]], cos, -sin) for part in (q, k))
+        rows = np.concatenate([part.reshape(len(self.places), -1) for part in (k, q, v)], axis=1)
+        qkv = bench.put_rows(rows, stride=rows.shape[1] + 7, offset=3)
+        table = bench.put(np.stack([np.cos(self.angles), np.sin(self.angles)], axis=-1))
+        columns = (qkv.columns(width, q[0].size), qkv.columns(0, width), qkv.columns(width + q[0].size, width))
+        cache = self._put_cache(bench, *(self._hide(part, newest=True) for part in (self.k, self.v)))
+        return (table, *columns), cache
+
+    def _hide(self, blocks: NDArray[Any], *, newest: bool = False) -> NDArray[Any]:
+        """Keys that no query sees become NaN: one that is read all the same shows. So does, if wanted, the newest."""
         hidden = blocks.copy()
         for sequence, own in enumerate(self.table):
             last = max((p for s, p in self.places if s == sequence and p != ops.UNUSED_POSITION), default=-1)
             for number, block in enumerate(own):
-                seen = min(max(last + 1 - number * ops.BLOCK_TOKENS, 0), ops.BLOCK_TOKENS)
+                seen = min(max(last + (not newest) - number * ops.BLOCK_TOKENS, 0), ops.BLOCK_TOKENS)
                 hidden[block, :, seen:] = np.nan
         return hidden
 
@@ -96,34 +123,61 @@ def run(
     bench: Bench, case: Case, *, variant: str | None = None, window: int | None = None, n_splits: int | None = None
 ) -> Array:
     """The device's result, (T, heads * head_dim)."""
-    state, q, cache = case.put(bench)
+    turns = variant in {turning.id for turning in TURNING}
+    inputs, cache = case.put_unturned(bench) if turns else ((), None)
+    state, q, whole_cache = case.put(bench)
+    cache = cache or whole_cache
     out = bench.out(len(case.places), q.width + 5)
-    counted: list[Output] = []
+    counted: list[tuple[Output, int]] = []
 
     def record(on: ops.Recorder) -> None:
         longest = case.table.shape[1] * ops.BLOCK_TOKENS
         plan = ops.plan_attention(
             *(on, cache), n_heads=case.heads[0], n_rows=q.n, max_keys=longest, variant=variant, n_splits=n_splits
         )
+        assert plan.turns == turns
         assert n_splits is None or plan.n_splits == min(n_splits, most_splits(plan.variant))
-        scratch = bench.out(plan.scratch_bytes // 4).place if plan.scratch_bytes else None
-        counters = None
-        if plan.counter_bytes:
-            zeros = np.zeros(plan.counter_bytes // 4, np.uint32)
-            counted.append(bench.out(zeros.size, dtype=np.uint32, fill=zeros))
-            counters = counted[0].place
+        scratch = None
+        if plan.scratch_bytes:
+            fill = np.full(plan.scratch_bytes // 4, 0x7FFF_FFFF, np.uint32)
+            fill[: plan.counter_bytes // 4] = 0
+            scratch = bench.out(fill.size, dtype=np.uint32, fill=fill)
+            counted.append((scratch, plan.counter_bytes // 4))
         target = out.rows().columns(5, q.width)
-        options: dict[str, Any] = {"window": window, "scratch": scratch, "counters": counters, "label": "attn"}
-        ops.attention(on, plan, state, q, cache, target, **options)
-        if counters:  # again, as a replay does: the first run must have left the counters at 0
-            on.recording.barrier()
-            ops.attention(on, plan, state, q, cache, target, **options)
+        options: dict[str, Any] = {"window": window, "scratch": scratch and scratch.place, "label": "attn"}
+        for again in range(2):  # as a replay does: the first run must have left the counters at 0
+            if again:
+                on.recording.barrier()
+            if turns:
+                table, own_q, k, v = inputs
+                ops.turn_attention(on, plan, state, table, own_q, k, v, cache, target, **options)
+            else:
+                ops.attention(on, plan, state, q, cache, target, **options)
 
     bench.run(record)
-    assert all((counters.read() == 0).all() for counters in counted)
+    assert all((scratch.read()[:n] == 0).all() for scratch, n in counted)
+    if turns:
+        check_appended(bench, case, cache)
     found = out.read()
     assert np.isnan(found[:, :5]).all()
     return np.asarray(found[:, 5:])
+
+
+def check_appended(bench: Bench, case: Case, cache: ops.CacheBlocks) -> None:
+    """The cache now holds every key and value that a query sees, and nothing else was written.
+
+    Keys have been turned back, and here forth: each turn rounds three times what may be sqrt(2) as large as the largest
+    of a head, and a rounded cos and sin are off by one unit each; 11 units in all.
+    """
+    for place, blocks, roundings in ((cache.k, case.k, 11), (cache.v, case.v, 0)):
+        found = np.frombuffer(bench.device.download(place[: blocks.nbytes]), blocks.dtype).reshape(blocks.shape)
+        expected = case._hide(blocks).astype(np.float32)
+        unit = UNIT if case.format == "f32" else 2.0**-11  # where it may fall to the neighbouring f16
+        finite = np.isfinite(expected)
+        size = np.abs(np.where(finite, expected, 0)).max(axis=-1, keepdims=True)
+        off = np.abs(np.where(finite, found.astype(np.float32) - np.where(finite, expected, 0), 0))
+        assert (off <= roundings * unit * size).all()
+        assert np.array_equal(found[~finite], expected[~finite], equal_nan=True)
 
 
 def check(
@@ -140,9 +194,7 @@ def first_choice(bench: Bench, case: Case) -> str:
 
 def most_splits(variant: Variant) -> int:
     """What the last workgroup of attention_tiled has room for, where it puts the splits together."""
-    if is_tiled(variant) and variant.define("ONE_PASS"):
-        return attention_tile_keys(variant) // 2
-    return 256
+    return ATTENTION_TILED_SPLITS_MAX if is_tiled(variant) else ATTENTION_SPLITS_MAX
 
 
 def takes(variant: Variant, head_dim: int) -> bool:

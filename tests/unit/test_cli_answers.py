@@ -1,6 +1,8 @@
 """How `generate` and `chat` take their options and print their answers: text, JSON, JSON a line."""
 
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,3 +199,24 @@ def test_help_shows_defaults_and_no_brackets_of_brackets(command: str) -> None:
     assert "bool" not in text
     assert ("[default: (the checkpoint's)]" in text) == (command == "generate")
     assert ("[default: (the model's)]" in text) == (command != "explain")
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_synth_writes_follows_the_umask(tmp_path: Path, umask: int, mode: int, shards: int) -> None:
+    before = os.umask(umask)
+    try:
+        run("synth", tmp_path / "m", "--shards", shards)
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "m").iterdir()} == {mode}
+
+
+def test_inspect_shows_parts_that_add_up(folder: Path) -> None:
+    units = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+    rows = [row for row in run("inspect", folder).stdout.splitlines() if row.startswith(("RAM", "VRAM"))]
+    assert len(rows) == 2
+    for row in rows:
+        found = re.findall(r"([\d.]+) (B|kB|MB|GB)", row.split(" (")[0])
+        total, *parts = [float(number) * units[unit] for number, unit in found]
+        assert abs(total - sum(parts)) <= sum(0.05 * units[unit] for _, unit in found)  # each is rounded to a tenth

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from xinfer import gpu, inspection
+from xinfer.cli.loading import warn_of_software
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import DeviceInfo, DeviceKind
 from xinfer.gpu.null import INFO
@@ -135,3 +136,38 @@ def test_devices_says_why_there_is_none(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "error:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("selector", "is_software", "warned"),
+    [
+        ("vulkan", True, True),
+        (" Vulkan ", True, True),
+        ("vulkan:0", True, False),  # asked for by its number or name
+        ("llvmpipe", True, False),
+        ("vulkan", False, False),
+        ("auto", False, False),
+    ],
+)
+def test_a_software_driver_that_was_not_asked_for_is_said(
+    selector: str, is_software: bool, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_software(selector, "vulkan:0 llvmpipe (software)", is_software=is_software)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert ("warning: vulkan:0 llvmpipe (software) is not a GPU" in shown.err) == warned
+    assert bool(shown.err) == warned
+
+
+@pytest.mark.parametrize(
+    "command", [("generate", "--max-tokens", "2", "x"), ("logits", "--tokens", "1", "--out", "l.npy")]
+)
+def test_commands_warn_of_a_software_driver(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    report = json.loads(run("devices", "--json").stdout)
+    if report["auto"] != "cpu" or not report["devices"]:
+        pytest.skip("needs a machine whose only adapter is a software driver")
+    assert "warning: " in run(*command, "--device", "vulkan").stderr
+    assert "warning" not in run(*command, "--device", "cpu").stderr

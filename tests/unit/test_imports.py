@@ -40,15 +40,16 @@ ALLOWED = {
     "settings": {"model", "sampling"},
     "transcript": {"tokenizer"},
     "engine": {"sampling"},
-    "hub": set(),
+    "hub": {"files"},
+    "files": set(),
     "progress": set(),
-    "chat": {"template_sandbox"},
+    "chat": {"files", "template_sandbox"},
     "template_sandbox": set(),
     "tokenizer": {"tokenizer_files"},
-    "tokenizer_files": {"patterns"},
+    "tokenizer_files": {"files", "patterns"},
     "patterns": set(),
     "sampling": set(),
-    "model": set(),
+    "model": {"files"},
 }
 # Third-party packages that a part of ours may use; what is not listed here may not import any.
 THIRD_PARTY = {

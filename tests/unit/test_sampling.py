@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import itertools
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -323,3 +326,15 @@ def test_ids_outside_the_vocabulary_are_refused(params: Any, prompt_ids: tuple[i
 
 def test_without_a_seed_two_samplers_differ() -> None:
     assert sampler(2, seed=None).seed != sampler(2, seed=None).seed
+
+
+def test_a_bias_cannot_be_changed_once_it_was_checked() -> None:
+    given = {3: 1.0}
+    params = SamplingParams(logit_bias=given)
+    given[3] = math.nan
+    assert params.logit_bias == {3: 1.0}
+    with pytest.raises(TypeError):
+        params.logit_bias[3] = math.nan  # type: ignore[index]
+    for copied in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+        assert copied == params
+    assert dataclasses.asdict(params)["logit_bias"] == {3: 1.0}

@@ -97,6 +97,8 @@ def test_numbers_are_those_of_common_hlsli() -> None:
     assert value("BLOCK_TOKENS") == catalog.BLOCK_TOKENS
     assert value("DIM_MAX") == catalog.ATTENTION_DIM_MAX
     assert value("SPLITS_MAX") == catalog.ATTENTION_SPLITS_MAX
+    assert value("TILED_SPLITS_MAX") == catalog.ATTENTION_TILED_SPLITS_MAX
+    assert value("TILED_ROWS_MAX") == catalog.ATTENTION_TILED_ROWS_MAX
     assert value("HEADS") == catalog.ATTENTION_HEADS_A_LOAD
     assert value("UNUSED_ROW") == ops.UNUSED_POSITION
     assert value("BAD_TOKEN") == ops.BAD_TOKEN
@@ -139,7 +141,7 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
         case "argmax":
             trips = argmax.argmax_trips(n_valid=VOCABULARY)
         case "attention" if ".combine" in variant.id:
-            trips = attention.combine_trips(variant.id, head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
+            trips = attention.combine_trips(head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
         case "attention":
             splits = catalog.ATTENTION_SPLITS_MAX
             trips = attention.attention_trips(variant.id, head_dim=128, max_keys=CONTEXT, n_splits=splits)

@@ -95,8 +95,7 @@ class Network:
     weights: DeviceWeights
     pool: BlockPool
     rope_table: Buffer  # float32 (positions, head_dim / 2, 2)
-    scratch: Buffer  # partial results of attention
-    counters: Buffer  # u32: splits of attention that are done, zero between steps
+    scratch: Buffer  # of attention: counters of splits that are done, zero between steps, and partial results
     max_keys: int  # of one sequence
     tuning: Tuning
 
@@ -147,7 +146,7 @@ class Pass:
             n_heads=self.config.num_attention_heads,
             n_rows=n,
             max_keys=network.max_keys,
-            one_pass=n == 1,
+            turn=n == 1 and not self.tapped,
             variant=self._tuned("attn"),
             n_splits=self._tuning.n_splits,
         )
@@ -175,7 +174,9 @@ class Pass:
     def layer(self, i: int, *, cache_only: bool = False) -> None:
         """Run layer i on x. `cache_only` stops once its keys and values are cached, for when x is not used any more."""
         w = self.network.weights.layers[i]
-        self._append(i, w)
+        self._project(i, w)
+        if cache_only or not self._plan.turns:
+            self._append(i)
         if not cache_only:
             self._attend(i, w)
             self._mlp(i, w)
@@ -193,13 +194,9 @@ class Pass:
             self._product(self._operand(h, weights.head, "head"), weights.head, logits, label="logits")
         self.done("logits", ("logits", logits))
 
-    def _append(self, i: int, w: DeviceLayer) -> None:
-        """q, k and v of x, turned, k and v into the cache."""
-        name, eps = f"layers.{i}", self.config.rms_norm_eps
-        q_size, kv_size = self.config.q_size, self.config.kv_size
-        qkv, qk = self.qkv, self.qkv.columns(0, q_size + kv_size)
-        q, k = qkv.columns(0, q_size), qkv.columns(q_size, kv_size)
-        v = qkv.columns(q_size + kv_size, kv_size)
+    def _project(self, i: int, w: DeviceLayer) -> None:
+        """q, k and v of x."""
+        name, eps, qkv = f"layers.{i}", self.config.rms_norm_eps, self.qkv
         if self._fuses(self.x, w.qkv):
             options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned("qkv")}
             ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
@@ -207,7 +204,19 @@ class Pass:
             ops.rms_norm(self.on, self.x, w.input_ln, self.h, eps=eps, label=f"{name}.input_ln")
             self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
             self._product(self._operand(self.h, w.qkv, name), w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
+        q, k, v = self._heads()
         self.done(f"{name}.qkv", (f"{name}.q", q), (f"{name}.k", k), (f"{name}.v", v))
+
+    def _heads(self) -> tuple[Rows, Rows, Rows]:
+        """The columns of q, k and v."""
+        q_size, kv_size = self.config.q_size, self.config.kv_size
+        q, k = self.qkv.columns(0, q_size), self.qkv.columns(q_size, kv_size)
+        return q, k, self.qkv.columns(q_size + kv_size, kv_size)
+
+    def _append(self, i: int) -> None:
+        """Turn q and k; k and v into the cache."""
+        name, (q, k, v) = f"layers.{i}", self._heads()
+        qk = self.qkv.columns(0, q.width + k.width)
         table, cache, dim = self.network.rope_table, self.network.cache(i), self.config.head_dim
         if not self.tapped and ops.can_rope_append(self.on, cache):
             ops.rope_append(self.on, self.state, table, q, k, v, cache, label=f"{name}.rope_append")
@@ -219,19 +228,18 @@ class Pass:
 
     def _attend(self, i: int, w: DeviceLayer) -> None:
         """Add attention and its projection to x."""
-        name = f"layers.{i}"
-        ops.attention(
-            self.on,
-            self._plan,
-            self.state,
-            self.qkv.columns(0, self.config.q_size),
-            self.network.cache(i),
-            self.attn,
-            window=self.config.layer_windows[i],
-            scratch=self.network.scratch,
-            counters=self.network.counters,
-            label=f"{name}.attn",
-        )
+        name, network, cache = f"layers.{i}", self.network, self.network.cache(i)
+        q, k, v = self._heads()
+        options: dict[str, Any] = {
+            "window": self.config.layer_windows[i],
+            "scratch": network.scratch,
+            "label": f"{name}.attn",
+        }
+        if self._plan.turns:
+            on = (self.on, self._plan, self.state, network.rope_table)
+            ops.turn_attention(*on, q, k, v, cache, self.attn, **options)
+        else:
+            ops.attention(self.on, self._plan, self.state, q, cache, self.attn, **options)
         self.done(f"{name}.attn", (f"{name}.attn", self.attn))
         self._add_product(self.attn, w.o, f"{name}.o", f"{name}.attn_residual")
 

@@ -107,9 +107,7 @@ class Steps:
             made.callback(table.release)
             scratch = self.device.create_buffer(scratch_bytes, "device", "attention splits")
             made.callback(scratch.release)
-            counters = self.device.create_buffer(counter_bytes, "device", "attention counters")
-            made.callback(counters.release)
-            self.device.upload(counters[:], bytes(counter_bytes))
+            self.device.upload(scratch[:counter_bytes], bytes(counter_bytes))
             made.pop_all()
         self._generation = self.pool.generation
         self._network = Network(
@@ -120,7 +118,6 @@ class Steps:
             pool=self.pool,
             rope_table=table,
             scratch=scratch,
-            counters=counters,
             max_keys=max_keys,
             tuning=self._tuning,
         )
@@ -290,7 +287,7 @@ class Steps:
             recording.release()
         self._recordings.clear()
         if self._network is not None:
-            for buffer in (self._network.rope_table, self._network.scratch, self._network.counters):
+            for buffer in (self._network.rope_table, self._network.scratch):
                 buffer.release()
             self._network = None
 
@@ -306,14 +303,14 @@ class Steps:
         return buffer
 
     def _attention_bytes(self, max_keys: int) -> tuple[int, int]:
-        """What attention's splits, and the counters of those that are done, take in the worst of the recordings."""
+        """The scratch of attention in the most demanding of the recordings, and how much of it are counters."""
         recording = self.device.create_recording("plan")  # nothing is recorded: plans are asked for
         try:
             on = Recorder(recording, self.kernels)
             cache = cache_blocks(self.pool, self.config, 0)
             heads = self.config.num_attention_heads
             plans = [
-                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, one_pass=n == 1)
+                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1)
                 for n in range(1, self.max_rows + 1)
             ]
             variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
@@ -324,4 +321,4 @@ class Steps:
             )
         finally:
             recording.release()
-        return max(4, *(plan.scratch_bytes for plan in plans)), max(4, *(plan.counter_bytes for plan in plans))
+        return max(4, *(plan.scratch_bytes for plan in plans)), max(plan.counter_bytes for plan in plans)

@@ -20,7 +20,7 @@ from typing import Any, Final
 import safetensors
 
 from xinfer.errors import WeightsError
-from xinfer.model._json import open_regular, parse_json_object, shown
+from xinfer.files import open_regular, parse_json_object, shown
 
 _LENGTH_BYTES: Final = 8
 # The format allows a header of 100 MB; the largest model that a config may describe, of 1,024 layers, has one of 2 MB

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from xinfer.errors import ConfigError
-from xinfer.model._json import is_folder, is_there, read_json_object, shown
+from xinfer.files import is_folder, is_there, read_json_object, shown
 
 CONFIG_FILE: Final = "config.json"
 GENERATION_CONFIG_FILE: Final = "generation_config.json"
@@ -173,7 +173,7 @@ def _open_section(source: Path | Mapping[str, Any], name: str) -> _Section:
     if isinstance(source, Mapping):
         return _Section(source, name)
     path = Path(source)
-    if is_folder(path):
+    if is_folder(path) and path.name != name:  # a folder in the place of the file is refused as one
         path = path / name
     return _Section(read_json_object(path, error=ConfigError), str(path))
 

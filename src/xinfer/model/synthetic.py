@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -229,17 +230,21 @@ def _bell(bits: np.random.PCG64, shape: tuple[int, ...]) -> NDArray[np.float32]:
 
 
 def _write_weights(folder: Path, weights: Mapping[str, NDArray[Any]], shards: int) -> None:
-    metadata = {"format": "pt"}  # transformers refuses a file without it
     if shards == 1:
-        save_file(dict(weights), folder / SINGLE_FILE, metadata=metadata)
+        _save(dict(weights), folder / SINGLE_FILE)
         return
     weight_map: dict[str, str] = {}
     for shard, part in enumerate(np.array_split(np.array(list(weights)), shards), start=1):
         file = f"model-{shard:05d}-of-{shards:05d}.safetensors"
-        save_file({str(name): weights[name] for name in part}, folder / file, metadata=metadata)
+        _save({str(name): weights[name] for name in part}, folder / file)
         weight_map |= {str(name): file for name in part}
     total = sum(array.nbytes for array in weights.values())
     _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _save(tensors: dict[str, NDArray[Any]], path: Path) -> None:
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers refuses a file without the format
+    shutil.copymode(path.parent / CONFIG_FILE, path)  # the library lets nobody else read it, whatever the umask
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

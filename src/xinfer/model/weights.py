@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer.errors import ModelNotFoundError, WeightsError
+from xinfer.files import is_folder, is_there, read_json_object, shown
 from xinfer.model import names
-from xinfer.model._json import is_folder, is_there, read_json_object, shown
 from xinfer.model._safetensors import SafetensorsFile, StoredTensor
 from xinfer.model.config import Qwen2Config
 from xinfer.model.names import LayerWeights

@@ -6,7 +6,7 @@ not run: what they are given must live until the recording has run. An op that r
 """
 
 from xinfer.ops._argmax import argmax, argmax_scratch_bytes
-from xinfer.ops._attention import AttentionPlan, attention, plan_attention
+from xinfer.ops._attention import AttentionPlan, attention, plan_attention, turn_attention
 from xinfer.ops._base import (
     BAD_TOKEN,
     FLAG_NOT_FINITE,
@@ -64,4 +64,5 @@ __all__ = [
     "rope_append",
     "row_stride",
     "swiglu",
+    "turn_attention",
 ]

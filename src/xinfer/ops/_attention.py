@@ -12,6 +12,8 @@ from xinfer.shaders.catalog import (
     ATTENTION_HEADS_A_LOAD,
     ATTENTION_QUERIES,
     ATTENTION_SPLITS_MAX,
+    ATTENTION_TILED_ROWS_MAX,
+    ATTENTION_TILED_SPLITS_MAX,
     BLOCK_TOKENS,
     Variant,
     attention_tile_keys,
@@ -20,10 +22,8 @@ from xinfer.shaders.catalog import (
 
 BUSY_GROUPS = 528  # workgroups that keep a large GPU busy: four on each of an H200's multiprocessors
 BUSY_PREFILL_GROUPS = 256
-MOST_SPLITS = 132  # more are not faster even where they make fewer workgroups
 CPU_GROUPS = 8  # a software driver runs a few at a time
-PREFILL_ROWS = 16  # rows from which on a tile of 32 queries pays
-ONE_PASS_SPLITS = 8  # up to which the last workgroup puts them together sooner than a second dispatch would
+COUNTER_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,13 @@ class AttentionPlan:
 
     variant: Variant
     n_splits: int
-    scratch_bytes: int  # float32 partial results; 0 with one split
-    counter_bytes: int = 0  # u32, zero before the first use, and again after each; 0 where a second dispatch combines
+    scratch_bytes: int  # counters and float32 partial results; 0 with one split
+    counter_bytes: int  # of them, in front: zero before the first use, and again after each
+
+    @property
+    def turns(self) -> bool:
+        """Whether the kernel takes q, k and v as the projections made them: `turn_attention`."""
+        return is_tiled(self.variant) and self.variant.define("TURN") == 1
 
     def grid(self, *, n_heads: int, n_kv_heads: int, n_rows: int) -> Groups:
         """Workgroups of the kernel."""
@@ -47,33 +52,35 @@ def plan_attention(
     n_heads: int,
     n_rows: int,
     max_keys: int,
-    one_pass: bool = False,
+    turn: bool = False,
     variant: str | None = None,
     n_splits: int | None = None,
 ) -> AttentionPlan:
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each.
 
-    With `one_pass`, few rows and few splits take one dispatch in place of two: the plan then asks for counters.
+    With `turn`, each row the newest of its sequence, a kernel may be chosen that does rope and kv_append as well.
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
-    chosen = on.choose(attention_candidates(cache, n_rows, one_pass=one_pass), variant)
+    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
-    busy = BUSY_GROUPS if n_rows < PREFILL_ROWS else BUSY_PREFILL_GROUPS
+    busy = BUSY_GROUPS if n_rows < ATTENTION_TILED_ROWS_MAX else BUSY_PREFILL_GROUPS
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else busy
     least = attention_tile_keys(chosen) if is_tiled(chosen) else BLOCK_TOKENS
+    most = ATTENTION_TILED_SPLITS_MAX if is_tiled(chosen) else ATTENTION_SPLITS_MAX
     if n_splits is None:
-        n_splits = min(max(busy // groups, 1), ceil_div(max_keys, least), MOST_SPLITS)
-    if is_tiled(chosen) and chosen.define("ONE_PASS"):
-        if n_splits > ONE_PASS_SPLITS and variant is None:
-            return plan_attention(on, cache, n_heads=n_heads, n_rows=n_rows, max_keys=max_keys, n_splits=n_splits)
-        n_splits = min(n_splits, least // 2)  # what its last workgroup has room for
+        # More than the tiled kernels' most are not faster even where they make fewer workgroups.
+        n_splits = min(max(busy // groups, 1), ceil_div(max_keys, least), ATTENTION_TILED_SPLITS_MAX)
+    n_splits = min(n_splits, most)
     while attention_trips(chosen.id, head_dim=cache.head_dim, max_keys=max_keys, n_splits=n_splits) >= MAX_TRIPS:
-        expect(n_splits < ATTENTION_SPLITS_MAX, f"{max_keys} keys are more than {chosen.id} can walk over")
-        n_splits = min(2 * n_splits, ATTENTION_SPLITS_MAX)
-    scratch = 0 if n_splits == 1 else 4 * n_rows * n_heads * n_splits * (cache.head_dim + 2)
-    counters = 4 * groups if "counters" in chosen.buffers else 0
-    return AttentionPlan(chosen, n_splits, scratch, counters)
+        expect(n_splits < most, f"{max_keys} keys are more than {chosen.id} can walk over")
+        n_splits = min(2 * n_splits, most)
+    if n_splits == 1:
+        return AttentionPlan(chosen, 1, 0, 0)
+    # Counters for as many rows as there may be, and for every kernel: so that all recordings can use one scratch.
+    counters = COUNTER_BYTES * _bundles(n_heads, cache.n_kv_heads) * ATTENTION_TILED_ROWS_MAX
+    partial = 4 * n_rows * n_heads * n_splits * (cache.head_dim + (4 if is_tiled(chosen) else 2))
+    return AttentionPlan(chosen, n_splits, counters + partial, counters)
 
 
 def attention(
@@ -86,20 +93,89 @@ def attention(
     *,
     window: int | None = None,
     scratch: Bindable | None = None,
-    counters: Bindable | None = None,
     label: str,
 ) -> None:
     """`out = softmax(q @ K^T / sqrt(head_dim)) @ V` for every head, causal: q, out (T, n_heads * head_dim).
 
     Row t stands at its position in `state` and sees the keys of its sequence up to that position, the last `window` of
-    them where one is given; its own key must have been appended. `scratch` holds `plan.scratch_bytes`, and `counters`
-    `plan.counter_bytes`; recordings that may run at the same time need their own.
+    them where one is given; its own key must have been appended. `scratch` holds `plan.scratch_bytes`, the first
+    `plan.counter_bytes` of them zero before the first use; recordings that may run at the same time need their own.
     """
+    expect(not plan.turns, f"{label}: {plan.variant.id} turns q and k itself: turn_attention")
+    constants = _constants(plan, q, cache, out, window=window, label=label)
+    partial = _scratch(plan, scratch, out, label)
+    buffers = {
+        "q": q.place,
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+        "block_table": cache.table,
+        "state": state,
+        "result": out.place,
+    }
+    n_heads = q.width // cache.head_dim
+    grid = plan.grid(n_heads=n_heads, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
+    if is_tiled(plan.variant):
+        on.dispatch(plan.variant, buffers | {"scratch": partial}, constants, grid, label)
+        return
+    partial = partial[plan.counter_bytes :]
+    on.dispatch(plan.variant, buffers | {"result": partial}, constants, grid, label)
+    if plan.n_splits > 1:
+        on.recording.barrier()
+        combine = on.choose(["attention.combine"], None)
+        bound = {"partial": partial, "result": out.place}
+        on.dispatch(combine, bound, constants, (n_heads, q.n, 1), f"{label}.combine")
+
+
+def turn_attention(
+    on: Recorder,
+    plan: AttentionPlan,
+    state: Bindable,
+    table: Bindable,
+    q: Rows,
+    k: Rows,
+    v: Rows,
+    cache: CacheBlocks,
+    out: Rows,
+    *,
+    window: int | None = None,
+    scratch: Bindable | None = None,
+    label: str,
+) -> None:
+    """`rope` of q and k, `kv_append` of k and v, and `attention`, in one dispatch; q and k themselves stay.
+
+    For a plan that `turns`. q (T, n_heads * head_dim), k, v (T, n_kv_heads * head_dim) are columns of the same rows,
+    and no row sees another's key: each is the newest of its own sequence. The rest is as in `attention` and `rope`.
+    """
+    expect(plan.turns, f"{label}: {plan.variant.id} takes q and k that have been turned")
+    width = cache.n_kv_heads * cache.head_dim
+    expect(k.width == v.width == width, f"{label}: k and v are {k.width} and {v.width} wide, not {width}")
+    one = len({(rows.place, rows.n, rows.stride) for rows in (q, k, v)}) == 1
+    expect(one, f"{label}: q, k and v must lie in the same rows")
+    constants = _constants(plan, q, cache, out, window=window, label=label)
+    constants |= {"k_offset": k.offset, "v_offset": v.offset}
+    buffers = {
+        "q": q.place,
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+        "block_table": cache.table,
+        "state": state,
+        "result": out.place,
+        "scratch": _scratch(plan, scratch, out, label),
+        "table": table,
+    }
+    grid = plan.grid(n_heads=q.width // cache.head_dim, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
+    on.dispatch(plan.variant, buffers, constants, grid, label)
+
+
+def _constants(
+    plan: AttentionPlan, q: Rows, cache: CacheBlocks, out: Rows, *, window: int | None, label: str
+) -> dict[str, int | float]:
     dim = cache.head_dim
     expect(q.width == out.width and q.width % dim == 0 and q.n == out.n, f"{label}: q and out differ in shape")
-    n_heads = q.width // dim
-    constants: dict[str, int | float] = {
-        "n_heads": n_heads,
+    few = q.n <= ATTENTION_TILED_ROWS_MAX or not is_tiled(plan.variant)
+    expect(few, f"{label}: {plan.variant.id} takes {ATTENTION_TILED_ROWS_MAX} rows at most, not {q.n}")
+    return {
+        "n_heads": q.width // dim,
         "n_kv_heads": cache.n_kv_heads,
         "head_dim": dim,
         **span(q, "q"),
@@ -109,47 +185,33 @@ def attention(
         "n_splits": plan.n_splits,
         "n_rows": q.n,
         "scale": dim**-0.5,
+        "k_offset": 0,
+        "v_offset": 0,
     }
-    whole = plan.n_splits == 1
-    needed = 4 * q.n * n_heads * plan.n_splits * (dim + 2)
-    partial = out.place if scratch is None or whole else scratch
-    expect(whole or (scratch is not None and scratch.size >= needed), f"{label}: the scratch needs {needed} bytes")
-    one_pass = plan.counter_bytes > 0
-    buffers = {
-        "q": q.place,
-        "k_cache": cache.k,
-        "v_cache": cache.v,
-        "block_table": cache.table,
-        "state": state,
-        "result": out.place if one_pass else partial,
-    }
-    if one_pass:
-        enough = counters is not None and counters.size >= plan.counter_bytes
-        expect(enough, f"{label}: the counters need {plan.counter_bytes} bytes")
-        assert counters is not None
-        buffers |= {"partial": partial, "counters": counters}
-    grid = plan.grid(n_heads=n_heads, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
-    on.dispatch(plan.variant, buffers, constants, grid, label)
-    if not whole and not one_pass:
-        on.recording.barrier()
-        tiled = is_tiled(plan.variant)
-        name = f"attention.combine_active{attention_tile_keys(plan.variant)}" if tiled else "attention.combine"
-        bound = {"partial": partial, "result": out.place} | ({"state": state} if tiled else {})
-        on.dispatch(on.choose([name], None), bound, constants, (n_heads, q.n, 1), f"{label}.combine")
 
 
-def attention_candidates(cache: CacheBlocks, n_rows: int, *, one_pass: bool = False) -> list[str]:
+def _scratch(plan: AttentionPlan, scratch: Bindable | None, out: Rows, label: str) -> Bindable:
+    """What partial results go to; with one split there are none, and something has to be bound."""
+    if plan.n_splits == 1:
+        return out.place
+    enough = scratch is not None and scratch.size >= plan.scratch_bytes
+    expect(enough, f"{label}: the scratch needs {plan.scratch_bytes} bytes")
+    assert scratch is not None
+    return scratch
+
+
+def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False) -> list[str]:
     """Variants that fit, best first: tiles of queries for many rows, shared loads of K and V for few."""
     forms = ["plain"]
     if cache.head_dim % 8 == 0:
         forms = ["decode", "plain"]
         sizes = [dim for dim in (64, 128) if cache.head_dim <= dim]
-        if n_rows >= PREFILL_ROWS:
+        if n_rows >= ATTENTION_TILED_ROWS_MAX:
             forms = [f"prefill{dim}" for dim in sizes] + forms
-        elif one_pass:
-            forms = [*(f"tiled{dim}_one_pass" for dim in sizes), "decode_one_pass", *forms]
         else:
             forms = [f"tiled{dim}" for dim in sizes] + forms
+            if turn:
+                forms = [f"tiled{dim}_turn" for dim in sizes] + forms
     return [f"attention.{cache.format}.{form}" for form in forms]
 
 
@@ -164,14 +226,12 @@ def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: 
         return _prefill_trips(variant, head_dim, keys)
     if is_tiled(variant):
         return _tiled_trips(variant, head_dim, max(keys, attention_tile_keys(variant)), n_splits)
-    pieces = head_dim // (4 if variant.define("FORMAT") == 0 else 8)
+    pieces = head_dim // _values(variant)
     lanes_a_head = group // ATTENTION_HEADS_A_LOAD
     a_tile = 1 + ceil_div(pieces, 4) + 2 * ATTENTION_HEADS_A_LOAD + lanes_a_head
     a_tile += ceil_div(group, 4 * (group // pieces))
     staging = ceil_div(ATTENTION_HEADS_A_LOAD * head_dim // 4, group)
     end = ATTENTION_HEADS_A_LOAD * (lanes_a_head + ceil_div(head_dim, group) * (1 + group // pieces))
-    if variant.define("ONE_PASS"):
-        end += ATTENTION_HEADS_A_LOAD * (2 * n_splits + 2 * ceil_div(n_splits, group) + 2 * (1 + n_splits))
     return ceil_div(keys, group) * a_tile + staging + end
 
 
@@ -180,29 +240,32 @@ def is_tiled(variant: Variant) -> bool:
     return variant.source == "attention_tiled.hlsl"
 
 
+def _values(variant: Variant) -> int:
+    """Values of a 16-byte load."""
+    return 4 if variant.define("FORMAT") == 0 else 8
+
+
 def _tiled_trips(variant: Variant, head_dim: int, keys: int, n_splits: int) -> int:
     a_tile, group, heads = attention_tile_keys(variant), variant.workgroup[0], ATTENTION_HEADS_A_LOAD
-    pieces = variant.define("DIM_MAX") // (4 if variant.define("FORMAT") == 0 else 8)
-    items = max(heads * pieces // group, 1)
+    shares = group // (heads * variant.define("DIM_MAX") // _values(variant))
+    weighers, loads = 16, 2
     # Every unrolled loop is counted as if it were not.
-    per_tile = 4 * 8 + head_dim // 4 + 3 * a_tile * heads // group + group // heads + items * (a_tile + 8)
-    end = 8 + items * (group // heads + 3 * 8)
-    if variant.define("ONE_PASS"):
-        end += 2 * ceil_div(heads * n_splits, group) + ceil_div(heads * head_dim, group) * 4 * n_splits
-    return ceil_div(keys, a_tile) * per_tile + 2 * ceil_div(heads * head_dim // 4, group) + end
+    a_score = head_dim // _values(variant) * (1 + 4 * ceil_div(heads * a_tile, group))
+    per_tile = 5 * loads + a_score + 2 * a_tile // weighers + weighers + ceil_div(a_tile, shares) * 9 + 8
+    combine = 2 * ceil_div(n_splits, weighers) + weighers + 3 * n_splits + 16
+    end = 4 * weighers + shares * 10 + 16 + combine
+    return ceil_div(keys, a_tile) * per_tile + 6 * ceil_div(heads * head_dim // 4, group) + end
 
 
-def combine_trips(variant_id: str = "attention.combine", *, head_dim: int, n_splits: int) -> int:
-    """Loop iterations of one lane of attention.combine, or of attention.combine_active."""
-    group = variants()[variant_id].workgroup[0]
-    if variant_id != "attention.combine":
-        return 2 * ceil_div(n_splits, group) + 5 * n_splits + 8
+def combine_trips(*, head_dim: int, n_splits: int) -> int:
+    """Loop iterations of one lane of attention.combine."""
+    group = variants()["attention.combine"].workgroup[0]
     return 2 * ceil_div(n_splits, group) + (2 + ceil_div(head_dim, group)) * n_splits + ceil_div(head_dim, group)
 
 
 def _prefill_trips(variant: Variant, head_dim: int, keys: int) -> int:
     a_tile, group = variant.define("KEYS"), variant.workgroup[0]
-    staging = ceil_div(a_tile * head_dim // (4 if variant.define("FORMAT") == 0 else 8), group)
+    staging = ceil_div(a_tile * head_dim // _values(variant), group)
     per_tile = 1 + 2 * staging + head_dim // 4 + 2 * a_tile * ATTENTION_QUERIES // group + a_tile
     sequences = ATTENTION_QUERIES * (ATTENTION_QUERIES + 1)  # at worst, every row of another sequence
     # A tile's rows stand side by side, so that it sees a tile's more keys than its last row; twice for good measure.
@@ -214,6 +277,10 @@ def _groups(variant: Variant, n_heads: int, n_kv_heads: int, n_rows: int) -> tup
     if variant.source == "attention_prefill.hlsl":
         return n_heads, ceil_div(n_rows, ATTENTION_QUERIES)
     if variant.source in ("attention_decode.hlsl", "attention_tiled.hlsl"):
-        # Query heads of one KV head, at most ATTENTION_HEADS_A_LOAD a workgroup.
-        return n_kv_heads * ceil_div(n_heads // n_kv_heads, ATTENTION_HEADS_A_LOAD), n_rows
+        return _bundles(n_heads, n_kv_heads), n_rows
     return n_heads, n_rows
+
+
+def _bundles(n_heads: int, n_kv_heads: int) -> int:
+    """Of query heads that share a KV head, at most ATTENTION_HEADS_A_LOAD in each."""
+    return n_kv_heads * ceil_div(n_heads // n_kv_heads, ATTENTION_HEADS_A_LOAD)

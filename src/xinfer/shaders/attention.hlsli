@@ -15,9 +15,14 @@ struct Constants {
     uint n_splits;      // 1: results go to out; else partial sums, for attention_combine
     uint n_rows;        // T
     float scale;
+    uint k_offset;  // of k and v in the rows that hold q, for kernels that turn q and k themselves
+    uint v_offset;
 };
 
 CONSTANTS(Constants, constants);
+
+// Workgroups a KV head, where one takes so many of its query heads.
+uint bundles(uint heads) { return (constants.n_heads / constants.n_kv_heads + heads - 1u) / heads; }
 
 struct KeyRange {
     uint begin;

@@ -3,9 +3,6 @@
 //
 // Online softmax over tiles of GROUP keys, in three phases: a lane makes one key's scores for all heads; LANES_A_HEAD
 // lanes make a head's weights; a lane adds up one 16-byte piece of V for every n-th key, for all heads.
-//
-// ONE_PASS: the splits' partial results go to `partial`, and the workgroup that is the last to finish, by the count in
-// `counters`, puts them together. Counters are 0 before and after.
 #include "common.hlsli"
 #include "attention.hlsli"
 
@@ -19,23 +16,13 @@ READS(uint4, k_cache, 1);
 READS(uint4, v_cache, 2);
 READS(uint, block_table, 3);
 READS(uint, state, 4);
-WRITES(float, result, 5);
-#if ONE_PASS
-SHARED_WRITES(float, partial, 6);  // (row, head, split, head_dim + 2)
-WRITES(uint, counters, 7);         // (row, workgroups in y)
-#define PARTIAL partial
-#else
-#define PARTIAL result
-#endif
+WRITES(float, result, 5);  // with several splits: (row, head, split, head_dim + 2)
 
 groupshared float4 queries[HEADS * DIM_MAX / 4];
 groupshared float weights[HEADS * GROUP];  // (head, key): scores, then weights; in the end (piece of keys, dimension)
 groupshared uint key_loads[GROUP];         // where each key of the tile begins in the cache, in 16-byte loads
 groupshared float maxima[GROUP];           // (head, lane)
 groupshared float corrections[HEADS];
-#if ONE_PASS
-groupshared uint arrived;
-#endif
 
 void stage_queries(uint row, uint first_head, uint n_heads, uint lane) {
     uint fours = constants.head_dim / 4;
@@ -124,72 +111,30 @@ void add_values(uint piece, uint first_key_, uint key_step, uint n_keys, uint n_
     }
 }
 
-// What a workgroup without keys leaves: zeros for a row of padding, else a split that counts for nothing.
-void write_empty(uint row, uint first_head, uint n_heads, uint split, bool padding, uint lane) {
+// What a workgroup without keys leaves: zeros, or a split that counts for nothing.
+void write_empty(uint row, uint first_head, uint n_heads, uint split, uint lane) {
     for (uint i = lane; i < n_heads * constants.head_dim; i += GROUP) {
         uint head = first_head + i / constants.head_dim, d = i % constants.head_dim;
-        if (constants.n_splits == 1 || (ONE_PASS && padding && split == 0)) {
+        if (constants.n_splits == 1) {
             result[out_at(row, head) + d] = 0.0;
-        } else if (!ONE_PASS && d == 0) {
-            PARTIAL[partial_at(row, head, split) + constants.head_dim] = MINUS_INFINITY;
-            PARTIAL[partial_at(row, head, split) + constants.head_dim + 1] = 0.0;
+        } else if (d == 0) {
+            result[partial_at(row, head, split) + constants.head_dim] = MINUS_INFINITY;
+            result[partial_at(row, head, split) + constants.head_dim + 1] = 0.0;
         }
     }
 }
-
-#if ONE_PASS
-// Whether this is the last of a row's and KV head's workgroups to get here; what the others wrote is then visible.
-bool is_last(uint counter, uint n_active, uint lane) {
-    AllMemoryBarrierWithGroupSync();
-    if (lane == 0) {
-        uint before;
-        InterlockedAdd(counters[counter], 1u, before);
-        arrived = before + 1u;
-        if (arrived == n_active) counters[counter] = 0u;
-    }
-    AllMemoryBarrierWithGroupSync();
-    return arrived == n_active;
-}
-
-void combine(uint row, uint first_head, uint n_heads, uint n_active, uint lane) {
-    uint stride = constants.head_dim + 2;
-    for (uint h = 0; h < n_heads; h++) {
-        uint first = partial_at(row, first_head + h, 0);
-        for (uint s0 = lane; s0 < n_active; s0 += GROUP) weights[s0] = partial[first + s0 * stride + constants.head_dim];
-        GroupMemoryBarrierWithGroupSync();
-        float largest = MINUS_INFINITY;
-        for (uint s1 = 0; s1 < n_active; s1++) largest = max(largest, weights[s1]);
-        GroupMemoryBarrierWithGroupSync();
-        for (uint s2 = lane; s2 < n_active; s2 += GROUP) {
-            float weight = exp(weights[s2] - largest);
-            weights[s2] = weight;
-            weights[n_active + s2] = weight * partial[first + s2 * stride + constants.head_dim + 1];
-        }
-        GroupMemoryBarrierWithGroupSync();
-        float total = 0.0;
-        for (uint s3 = 0; s3 < n_active; s3++) total += weights[n_active + s3];
-        for (uint d = lane; d < constants.head_dim; d += GROUP) {
-            float sum = 0.0;
-            for (uint s4 = 0; s4 < n_active; s4++) sum += weights[s4] * partial[first + s4 * stride + d];
-            result[out_at(row, first_head + h) + d] = sum / total;
-        }
-        GroupMemoryBarrierWithGroupSync();  // before the next head overwrites the weights
-    }
-}
-#endif
 
 [numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint split = group.x, row = group.z;
     uint heads_a_kv_head = constants.n_heads / constants.n_kv_heads;
-    uint bundles = (heads_a_kv_head + HEADS - 1) / HEADS;
-    uint kv_head = group.y / bundles, bundle = group.y % bundles;
+    uint kv_head = group.y / bundles(HEADS), bundle = group.y % bundles(HEADS);
     uint first_head = kv_head * heads_a_kv_head + bundle * HEADS;
     uint n_heads = min(heads_a_kv_head - bundle * HEADS, HEADS);
     uint position = state[row * STATE_WORDS + STATE_POSITION];
     KeyRange range = split_keys(position, split);
     if (range.begin >= range.end) {
-        write_empty(row, first_head, n_heads, split, position == UNUSED_ROW, lane);
+        write_empty(row, first_head, n_heads, split, lane);
         return;
     }
     uint table_at = state[row * STATE_WORDS + STATE_SEQUENCE] * constants.table_stride;
@@ -242,24 +187,13 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
             for (uint d = lane; d < constants.head_dim; d += GROUP) {
                 float sum = 0.0;
                 for (uint share = 0; share < key_step; share++) sum += weights[share * constants.head_dim + d];
-                if (whole) {
-                    result[at + d] = sum / all;
-                } else {
-                    PARTIAL[at + d] = sum;
-                }
+                result[at + d] = whole ? sum / all : sum;
             }
             if (!whole && lane == 0) {
-                PARTIAL[at + constants.head_dim] = corrections[h];
-                PARTIAL[at + constants.head_dim + 1] = all;
+                result[at + constants.head_dim] = corrections[h];
+                result[at + constants.head_dim + 1] = all;
             }
             GroupMemoryBarrierWithGroupSync();
         }
     }
-#if ONE_PASS
-    if (constants.n_splits == 1) return;
-    uint n_active = active_splits(position);
-    if (is_last(row * (constants.n_kv_heads * bundles) + group.y, n_active, lane)) {
-        combine(row, first_head, n_heads, n_active, lane);
-    }
-#endif
 }

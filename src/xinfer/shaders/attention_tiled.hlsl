@@ -1,89 +1,162 @@
 // Causal attention of T query rows over the paged cache, for few rows: one (row, KV head, split) a workgroup, up to
 // HEADS query heads of which share every load of K and V. head_dim: a multiple of 8 to DIM_MAX.
 //
-// Online softmax over tiles of KEYS keys. A tile's keys and values are loaded at once, side by side over the lanes, and
-// pass one after the other through groupshared memory. Three phases: a lane makes a key's scores for some heads;
-// LANES_A_HEAD lanes make a head's weights; a lane adds up one 16-byte piece of V for a head.
+// Online softmax over tiles of KEYS keys. A tile's keys and values pass one after the other through groupshared memory,
+// the next tile's on their way meanwhile. Three phases: a lane makes a key's scores for some heads; WEIGHERS lanes make
+// a head's weights; a lane adds up one 16-byte piece of V for a head and a share of the keys.
 //
-// ONE_PASS: where a row has several splits with keys, their partial results go to `partial`, and the workgroup that is
-// the last to finish, by the count in `counters`, puts them together. Counters are 0 before and after.
+// Where a row has several splits with keys, their partial results go to `scratch`, and the workgroup that is the last to
+// finish, by the count in front of them, puts them together. Counts are 0 before and after.
+//
+// TURN: `q` holds q, k and v as the projections made them, each row the newest of its sequence. q and k are turned here
+// (rope), and the row's own k and v join the cache (kv_append) while their splits use them.
 #include "common.hlsli"
 
 #define HEADS 8
 #define PIECES (DIM_MAX / VALUES_PER_LOAD)  // 16-byte loads of a key
-#define LOADS 8                             // of a tile, a lane
+#define LOADS 2                             // of a tile, a lane
 #define KEYS (LOADS * GROUP / PIECES)
 #define MIN_SPLIT KEYS
 #include "attention.hlsli"
 
-#define LANES_A_HEAD (GROUP / HEADS)
-#define HEADS_A_LANE (HEADS * KEYS / GROUP)  // in the first phase
-#define TILE_ROW (PIECES + 1)                // one load more, so that rows begin in different banks
-#define WEIGHT_ROW (KEYS + 1)                // likewise
-#define ITEMS (HEADS * PIECES)               // of the third phase: a piece of a head
-#define SHARES (ITEMS < GROUP ? GROUP / ITEMS : 1)  // lanes that share an item's keys
-#define ITEMS_A_LANE (ITEMS > GROUP ? ITEMS / GROUP : 1)
-#define STEP (4 * SHARES)  // keys that the lanes of an item take at a time
+#define HEADS_A_LANE (HEADS * KEYS > GROUP ? HEADS * KEYS / GROUP : 1)  // in the first phase
+#define WEIGHERS 16
+#define TILE_ROW (PIECES + 1)  // one load more, so that rows begin in different banks
+#define WEIGHT_ROW (KEYS + 1)  // likewise
+#define TILED_SPLITS_MAX 132
+#define TILED_ROWS_MAX 16
+#define ITEMS (HEADS * PIECES)  // of the third phase: a piece of a head
+#define SHARES (GROUP / ITEMS)  // lanes that share an item's keys
+#define FOURS (VALUES_PER_LOAD / 4)
+#define HEAD_FOURS (DIM_MAX / 4)
+#define COMBINE_ITEMS (HEADS * HEAD_FOURS)
+#define COMBINE_SHARES (GROUP / COMBINE_ITEMS)
+#define COMBINE_LOADS 8
 
 READS(float, q, 0);
+#if TURN
+WRITES(uint4, k_cache, 1);
+WRITES(uint4, v_cache, 2);
+#else
 READS(uint4, k_cache, 1);
 READS(uint4, v_cache, 2);
+#endif
 READS(uint, block_table, 3);
 READS(uint, state, 4);
 WRITES(float, result, 5);
-#if ONE_PASS
-SHARED_WRITES(float, partial, 6);  // (row, head, split, head_dim + 2)
-WRITES(uint, counters, 7);         // (row, workgroups in y)
-#define PARTIAL partial
-#else
-#define PARTIAL result
+SHARED_WRITES(uint4, scratch, 6);  // counts; then (row, head, split): head_dim sums, largest score, sum of weights, 0, 0
+#if TURN
+READS(float2, table, 7);  // (position, head_dim / 2): cos, sin
+groupshared float newest[2 * DIM_MAX];  // the row's turned k, and its v
 #endif
 
-groupshared uint4 tile_loads[KEYS * TILE_ROW];    // (key, piece) of K, then of V
-groupshared float4 queries[HEADS * DIM_MAX / 4];  // (head, dimension)
-groupshared float weights[HEADS * WEIGHT_ROW];    // (head, key): scores, then weights
-groupshared float maxima[GROUP];                  // (head, lane)
+groupshared uint4 tile_loads[KEYS * TILE_ROW];   // (key, piece) of K, then of V; in the end sums
+groupshared float4 queries[HEADS * HEAD_FOURS];  // (head, dimension)
+#define WEIGHTS (WEIGHT_ROW > TILED_SPLITS_MAX ? WEIGHT_ROW : TILED_SPLITS_MAX)
+groupshared float weights[HEADS * WEIGHTS];      // (head, key): scores, then weights; in the end (head, split)
+groupshared float maxima[HEADS * WEIGHERS];      // (head, lane)
 groupshared float corrections[HEADS];
-groupshared float shared_sums[(SHARES > 1 ? GROUP - ITEMS : 1) * VALUES_PER_LOAD];
-#if ONE_PASS
 groupshared uint arrived;
+
+// What this workgroup is about.
+struct Job {
+    uint row;
+    uint split;
+    uint kv_head;
+    uint first_head;
+    uint n_heads;
+    uint position;
+    uint table_at;  // of the sequence, in the block table
+    uint counter;
+    uint lane;
+};
+
+uint n_counters() { return TILED_ROWS_MAX * constants.n_kv_heads * bundles(HEADS); }
+
+// Where a (head, split)'s partial result begins.
+uint part_at(Job job, uint head, uint split) {
+    uint index = (job.row * constants.n_heads + job.first_head + head) * constants.n_splits + split;
+    return n_counters() + index * (constants.head_dim / 4 + 1);
+}
+
+#if TURN
+// One (head, dimension)'s value of q or k, turned.
+float turned(uint first, uint d, uint position) {
+    uint half_dim = constants.head_dim / 2, i = d < half_dim ? d : d - half_dim;
+    float2 turn = table[position * half_dim + i];
+    float a = q[first + i], b = q[first + half_dim + i];
+    return d < half_dim ? a * turn.x - b * turn.y : b * turn.x + a * turn.y;
+}
+
+void stage_newest(Job job) {
+    uint d = job.lane % DIM_MAX, part = job.lane / DIM_MAX;
+    if (part > 1 || d >= constants.head_dim) return;
+    uint own = job.row * constants.q_stride + job.kv_head * constants.head_dim;
+    newest[job.lane] =
+        part == 0 ? turned(constants.k_offset + own, d, job.position) : q[constants.v_offset + own + d];
+}
+
+uint4 newest_load(uint first) {
+#if FORMAT == F16
+    return uint4(pack_f16(newest[first], newest[first + 1]), pack_f16(newest[first + 2], newest[first + 3]),
+                 pack_f16(newest[first + 4], newest[first + 5]), pack_f16(newest[first + 6], newest[first + 7]));
+#else
+    return uint4(asuint(newest[first]), asuint(newest[first + 1]), asuint(newest[first + 2]), asuint(newest[first + 3]));
+#endif
+}
 #endif
 
-void stage_queries(uint row, uint first_head, uint n_heads, uint lane) {
-    uint first = constants.q_offset + row * constants.q_stride + first_head * constants.head_dim;
-    for (uint i = lane; i < HEADS * DIM_MAX / 4; i += GROUP) {
-        uint head = i / (DIM_MAX / 4), d = i % (DIM_MAX / 4) * 4;
-        if (head < n_heads && d < constants.head_dim) {
-            uint at = first + head * constants.head_dim + d;
-            queries[i] = float4(q[at], q[at + 1], q[at + 2], q[at + 3]) * constants.scale;
+void stage_queries(Job job) {
+    uint own = constants.q_offset + job.row * constants.q_stride + job.first_head * constants.head_dim;
+    for (uint i = job.lane; i < HEADS * HEAD_FOURS; i += GROUP) {
+        uint head = i / HEAD_FOURS, d = i % HEAD_FOURS * 4, first = own + head * constants.head_dim;
+        float four[4] = { 0.0, 0.0, 0.0, 0.0 };
+        if (head < job.n_heads && d < constants.head_dim) {
+            UNROLL for (uint j = 0; j < 4; j++) {
+#if TURN
+                four[j] = turned(first, d + j, job.position);
+#else
+                four[j] = q[first + d + j];
+#endif
+            }
         }
+        queries[i] = float4(four[0], four[1], four[2], four[3]) * constants.scale;
     }
 }
 
-void stage_tile(uint4 raw[LOADS], uint lane) {
+// Where the lane's loads of a tile lie in the cache, in 16-byte loads; past the tile's last key, that key's.
+void find_tile(Job job, uint tile, uint n_keys, out uint at[LOADS]) {
     UNROLL for (uint u = 0; u < LOADS; u++) {
-        uint i = u * GROUP + lane;
-        tile_loads[i / PIECES * TILE_ROW + i % PIECES] = raw[u];
+        uint key = tile + min((u * GROUP + job.lane) / PIECES, n_keys - 1);
+        uint block = block_table[job.table_at + key / BLOCK_TOKENS];
+        uint element = cache_element(block, job.kv_head, key, constants.n_kv_heads, constants.head_dim);
+        at[u] = element / VALUES_PER_LOAD + min(job.lane % PIECES, constants.head_dim / VALUES_PER_LOAD - 1);
+    }
+}
+
+// Past the tile's last key and a key's last piece: zeros.
+void stage_tile(Job job, uint n_keys, uint4 raw[LOADS]) {
+    UNROLL for (uint u = 0; u < LOADS; u++) {
+        uint i = u * GROUP + job.lane;
+        bool used = i / PIECES < n_keys && i % PIECES < constants.head_dim / VALUES_PER_LOAD;
+        tile_loads[i / PIECES * TILE_ROW + i % PIECES] = used ? raw[u] : uint4(0, 0, 0, 0);
     }
 }
 
 // Phase 1: the scores of one key for HEADS_A_LANE heads; minus infinity past the tile's last key.
-void score_key(uint n_keys, uint n_heads, uint lane) {
-    uint key = lane % KEYS, first_head = lane / KEYS * HEADS_A_LANE;
-    uint pieces = constants.head_dim / VALUES_PER_LOAD;
+void score_key(Job job, uint n_keys) {
+    uint key = job.lane % KEYS, first_head = job.lane / KEYS * HEADS_A_LANE;
+    if (first_head >= HEADS) return;
     float scores[HEADS_A_LANE];
     UNROLL for (uint h0 = 0; h0 < HEADS_A_LANE; h0++) scores[h0] = 0.0;
-    for (uint piece = 0; piece < pieces; piece++) {
+    for (uint piece = 0; piece < constants.head_dim / VALUES_PER_LOAD; piece++) {
         float values[VALUES_PER_LOAD];
         unpack_load(tile_loads[key * TILE_ROW + piece], values);
         UNROLL for (uint h = 0; h < HEADS_A_LANE; h++) {
-            if (first_head + h < n_heads) {
-                UNROLL for (uint part = 0; part < VALUES_PER_LOAD / 4; part++) {
-                    uint at = (first_head + h) * (DIM_MAX / 4) + piece * (VALUES_PER_LOAD / 4) + part;
-                    float4 four = queries[at];
-                    scores[h] += four.x * values[4 * part] + four.y * values[4 * part + 1] +
-                                 four.z * values[4 * part + 2] + four.w * values[4 * part + 3];
-                }
+            UNROLL for (uint part = 0; part < FOURS; part++) {
+                float4 four = queries[(first_head + h) * HEAD_FOURS + piece * FOURS + part];
+                scores[h] += four.x * values[4 * part] + four.y * values[4 * part + 1] +
+                             four.z * values[4 * part + 2] + four.w * values[4 * part + 3];
             }
         }
     }
@@ -92,185 +165,245 @@ void score_key(uint n_keys, uint n_heads, uint lane) {
     }
 }
 
+// The largest of what the WEIGHERS lanes of a head bring, and of `floor_`. All lanes of the workgroup call it.
+float largest_of_head(uint lane, float own, float floor_) {
+    if (lane < HEADS * WEIGHERS) maxima[lane] = own;
+    GroupMemoryBarrierWithGroupSync();
+    float found = floor_;
+    if (lane < HEADS * WEIGHERS) {
+        for (uint i = 0; i < WEIGHERS; i++) found = max(found, maxima[lane / WEIGHERS * WEIGHERS + i]);
+    }
+    return found;
+}
+
+float total_of_head(uint head) {
+    float total = 0.0;
+    for (uint i = 0; i < WEIGHERS; i++) total += maxima[head * WEIGHERS + i];
+    return total;
+}
+
 // Phase 2: a head's scores become weights; `total` is this lane's share of their sum.
 void weigh(uint lane, inout float largest, inout float total) {
-    uint head = lane / LANES_A_HEAD, first = head * WEIGHT_ROW + lane % LANES_A_HEAD;
+    uint head = lane / WEIGHERS, first = head * WEIGHT_ROW + lane % WEIGHERS;
+    bool weighs = lane < HEADS * WEIGHERS;
     float own = MINUS_INFINITY;
-    UNROLL for (uint i = 0; i < KEYS / LANES_A_HEAD; i++) own = max(own, weights[first + i * LANES_A_HEAD]);
-    maxima[lane] = own;
-    GroupMemoryBarrierWithGroupSync();
-    float tile_largest = largest;
-    UNROLL for (uint j = 0; j < LANES_A_HEAD; j++) tile_largest = max(tile_largest, maxima[head * LANES_A_HEAD + j]);
+    if (weighs) {
+        UNROLL for (uint i = 0; i < KEYS / WEIGHERS; i++) own = max(own, weights[first + i * WEIGHERS]);
+    }
+    float tile_largest = largest_of_head(lane, own, largest);
+    if (!weighs) return;
     float correction = exp(largest - tile_largest);
     largest = tile_largest;
     total *= correction;
-    UNROLL for (uint k = 0; k < KEYS / LANES_A_HEAD; k++) {
-        float weight = exp(weights[first + k * LANES_A_HEAD] - largest);
-        weights[first + k * LANES_A_HEAD] = weight;
+    UNROLL for (uint k = 0; k < KEYS / WEIGHERS; k++) {
+        float weight = exp(weights[first + k * WEIGHERS] - largest);
+        weights[first + k * WEIGHERS] = weight;
         total += weight;
     }
-    if (lane % LANES_A_HEAD == 0) corrections[head] = correction;
+    if (lane % WEIGHERS == 0) corrections[head] = correction;
 }
 
-// Phase 3: this lane's pieces of V. Past the tile's last key weights and values are 0.
-void add_values(uint n_keys, uint lane, inout float sums[ITEMS_A_LANE][VALUES_PER_LOAD]) {
-    UNROLL for (uint j = 0; j < ITEMS_A_LANE; j++) {
-        uint item = lane % ITEMS + j * GROUP, share = lane / ITEMS;
-        uint head = item / PIECES, piece = item % PIECES;
-        UNROLL for (uint i0 = 0; i0 < VALUES_PER_LOAD; i0++) sums[j][i0] *= corrections[head];
-        for (uint first = share; first < n_keys; first += STEP) {
-            UNROLL for (uint u = 0; u < 4; u++) {
-                uint key = first + u * SHARES;
-                float weight = weights[head * WEIGHT_ROW + key], values[VALUES_PER_LOAD];
-                unpack_load(tile_loads[key * TILE_ROW + piece], values);
-                UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) sums[j][i] += weight * values[i];
-            }
+// Phase 3: this lane's piece of V over its share of the tile's keys.
+void add_values(uint n_keys, uint lane, inout float sums[VALUES_PER_LOAD]) {
+    uint item = lane % ITEMS, head = item / PIECES, piece = item % PIECES;
+    UNROLL for (uint i0 = 0; i0 < VALUES_PER_LOAD; i0++) sums[i0] *= corrections[head];
+    for (uint key = lane / ITEMS; key < n_keys; key += SHARES) {
+        float weight = weights[head * WEIGHT_ROW + key], values[VALUES_PER_LOAD];
+        unpack_load(tile_loads[key * TILE_ROW + piece], values);
+        UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) sums[i] += weight * values[i];
+    }
+}
+
+// Puts the shares of every item together, in the lanes below ITEMS.
+void add_shares(uint lane, inout float sums[VALUES_PER_LOAD]) {
+    if (lane >= ITEMS) {
+        UNROLL for (uint part = 0; part < FOURS; part++) {
+            float4 four = float4(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
+            tile_loads[(lane - ITEMS) * FOURS + part] = asuint(four);
+        }
+    }
+    GroupMemoryBarrierWithGroupSync();
+    if (lane >= ITEMS) return;
+    for (uint share = 1; share < SHARES; share++) {
+        UNROLL for (uint part = 0; part < FOURS; part++) {
+            float4 four = asfloat(tile_loads[((share - 1) * ITEMS + lane) * FOURS + part]);
+            UNROLL for (uint j = 0; j < 4; j++) sums[4 * part + j] += four[j];
         }
     }
 }
 
-void write_zeros(uint row, uint first_head, uint n_heads, uint lane) {
-    for (uint i = lane; i < n_heads * constants.head_dim; i += GROUP) {
-        result[out_at(row, first_head + i / constants.head_dim) + i % constants.head_dim] = 0.0;
+// An item's sums become results, or one split's part of them.
+void write_item(Job job, bool whole, float sums[VALUES_PER_LOAD]) {
+    uint head = job.lane / PIECES, piece = job.lane % PIECES, d = piece * VALUES_PER_LOAD;
+    if (job.lane >= ITEMS || head >= job.n_heads || d >= constants.head_dim) return;
+    float total = total_of_head(head);
+    if (whole) {
+        uint first = out_at(job.row, job.first_head + head) + d;
+        UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) result[first + i] = sums[i] / total;
+        return;
     }
+    uint at = part_at(job, head, job.split);
+    UNROLL for (uint part = 0; part < FOURS; part++) {
+        float4 four = float4(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
+        scratch[at + piece * FOURS + part] = asuint(four);
+    }
+    if (piece == 0) scratch[at + constants.head_dim / 4] = asuint(float4(corrections[head], total, 0.0, 0.0));
 }
 
-#if ONE_PASS
 // Whether this is the last of a row's and KV head's workgroups to get here; what the others wrote is then visible.
-bool is_last(uint counter, uint n_active, uint lane) {
+bool is_last(Job job, uint n_active) {
     AllMemoryBarrierWithGroupSync();
-    if (lane == 0) {
+    if (job.lane == 0) {
         uint before;
-        InterlockedAdd(counters[counter], 1u, before);
+        InterlockedAdd(scratch[job.counter].x, 1u, before);
         arrived = before + 1u;
-        if (arrived == n_active) counters[counter] = 0u;
+        if (arrived == n_active) scratch[job.counter].x = 0u;
     }
     AllMemoryBarrierWithGroupSync();
     return arrived == n_active;
 }
 
-// One (head, dimension) a lane and turn. `weights` holds the largest scores of (head, split), then the sums of weights.
-void combine(uint row, uint first_head, uint n_heads, uint n_active, uint lane) {
-    uint stride = constants.head_dim + 2, pairs = n_heads * n_active;
-    for (uint p = lane; p < pairs; p += GROUP) {
-        uint at = partial_at(row, first_head + p / n_active, p % n_active) + constants.head_dim;
-        weights[p] = partial[at];
-        weights[pairs + p] = partial[at + 1];
+// `weights` becomes those of the splits, (head, split), and `maxima` the shares of each head's total.
+void weigh_splits(Job job, uint n_active) {
+    uint head = job.lane / WEIGHERS;
+    bool weighs = job.lane < HEADS * WEIGHERS && head < job.n_heads;
+    uint last = constants.head_dim / 4;
+    float own = MINUS_INFINITY, total = 0.0;
+    if (weighs) {
+        for (uint s0 = job.lane % WEIGHERS; s0 < n_active; s0 += WEIGHERS) {
+            own = max(own, asfloat(scratch[part_at(job, head, s0) + last].x));
+        }
+    }
+    float largest = largest_of_head(job.lane, own, MINUS_INFINITY);
+    GroupMemoryBarrierWithGroupSync();
+    if (weighs) {
+        for (uint s1 = job.lane % WEIGHERS; s1 < n_active; s1 += WEIGHERS) {
+            float4 found = asfloat(scratch[part_at(job, head, s1) + last]);
+            float factor = exp(found.x - largest);
+            total += factor * found.y;
+            weights[head * n_active + s1] = factor;
+        }
+        maxima[job.lane] = total;
     }
     GroupMemoryBarrierWithGroupSync();
-    for (uint output = lane; output < n_heads * constants.head_dim; output += GROUP) {
-        uint head = output / constants.head_dim, d = output % constants.head_dim;
-        uint first = partial_at(row, first_head + head, 0) + d, of_head = head * n_active;
-        float largest = MINUS_INFINITY;
-        for (uint s0 = 0; s0 < n_active; s0++) largest = max(largest, weights[of_head + s0]);
-        float sum = 0.0, total = 0.0;
-        for (uint s1 = 0; s1 < n_active; s1 += 4) {
-            float parts[4];
-            UNROLL for (uint u0 = 0; u0 < 4; u0++) parts[u0] = partial[first + min(s1 + u0, n_active - 1) * stride];
-            UNROLL for (uint u1 = 0; u1 < 4; u1++) {
-                if (s1 + u1 < n_active) {
-                    float weight = exp(weights[of_head + s1 + u1] - largest);
-                    sum += weight * parts[u1];
-                    total += weight * weights[pairs + of_head + s1 + u1];
-                }
+}
+
+// Four dimensions of a head a lane, over a share of the splits.
+void combine(Job job, uint n_active) {
+    weigh_splits(job, n_active);
+    uint item = job.lane % COMBINE_ITEMS, share = job.lane / COMBINE_ITEMS;
+    uint head = item / HEAD_FOURS, four_ = item % HEAD_FOURS;
+    bool used = head < job.n_heads && four_ * 4 < constants.head_dim;
+    float4 sum = float4(0, 0, 0, 0);
+    if (used) {
+        uint stride = constants.head_dim / 4 + 1, first = part_at(job, head, 0) + four_;
+        for (uint s = share; s < n_active; s += COMBINE_LOADS * COMBINE_SHARES) {
+            float4 parts[COMBINE_LOADS];
+            UNROLL for (uint u0 = 0; u0 < COMBINE_LOADS; u0++) {
+                parts[u0] = asfloat(scratch[first + min(s + u0 * COMBINE_SHARES, n_active - 1) * stride]);
+            }
+            UNROLL for (uint u1 = 0; u1 < COMBINE_LOADS; u1++) {
+                uint split = s + u1 * COMBINE_SHARES;
+                if (split < n_active) sum += weights[head * n_active + split] * parts[u1];
             }
         }
-        result[out_at(row, first_head + head) + d] = sum / total;
+    }
+    if (share > 0) tile_loads[(share - 1) * COMBINE_ITEMS + item] = asuint(sum);
+    GroupMemoryBarrierWithGroupSync();
+    if (share > 0 || !used) return;
+    for (uint other = 1; other < COMBINE_SHARES; other++) {
+        sum += asfloat(tile_loads[(other - 1) * COMBINE_ITEMS + item]);
+    }
+    sum /= total_of_head(head);
+    uint at = out_at(job.row, job.first_head + head) + four_ * 4;
+    UNROLL for (uint j = 0; j < 4; j++) result[at + j] = sum[j];
+}
+
+void write_zeros(Job job) {
+    for (uint i = job.lane; i < job.n_heads * constants.head_dim; i += GROUP) {
+        result[out_at(job.row, job.first_head + i / constants.head_dim) + i % constants.head_dim] = 0.0;
     }
 }
-#endif
+
+Job job_of(uint3 group, uint lane) {
+    Job job;
+    uint heads_a_kv_head = constants.n_heads / constants.n_kv_heads, bundle = group.y % bundles(HEADS);
+    job.split = group.x;
+    job.row = group.z;
+    job.kv_head = group.y / bundles(HEADS);
+    job.first_head = job.kv_head * heads_a_kv_head + bundle * HEADS;
+    job.n_heads = min(heads_a_kv_head - bundle * HEADS, HEADS);
+    job.position = state[job.row * STATE_WORDS + STATE_POSITION];
+    job.table_at = state[job.row * STATE_WORDS + STATE_SEQUENCE] * constants.table_stride;
+    job.counter = job.row * (constants.n_kv_heads * bundles(HEADS)) + group.y;
+    job.lane = lane;
+    return job;
+}
 
 [numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
-    uint split = group.x, row = group.z;
-    uint heads_a_kv_head = constants.n_heads / constants.n_kv_heads;
-    uint bundles = (heads_a_kv_head + HEADS - 1) / HEADS;
-    uint kv_head = group.y / bundles, bundle = group.y % bundles;
-    uint first_head = kv_head * heads_a_kv_head + bundle * HEADS;
-    uint n_heads = min(heads_a_kv_head - bundle * HEADS, HEADS);
-    uint position = state[row * STATE_WORDS + STATE_POSITION];
-    KeyRange range = split_keys(position, split);
+    Job job = job_of(group, lane);
+    KeyRange range = split_keys(job.position, job.split);
     if (range.begin >= range.end) {
-        // attention_combine_active reads no split without keys, and makes a row of padding 0 by itself.
-        if (position == UNUSED_ROW && split == 0 && (ONE_PASS || constants.n_splits == 1)) {
-            write_zeros(row, first_head, n_heads, lane);
-        }
+        if (job.position == UNUSED_ROW && job.split == 0) write_zeros(job);
         return;
     }
-    uint n_active = active_splits(position);
-    bool whole = constants.n_splits == 1 || (ONE_PASS && n_active == 1);
-    uint table_at = state[row * STATE_WORDS + STATE_SEQUENCE] * constants.table_stride;
-    uint pieces = constants.head_dim / VALUES_PER_LOAD;
-    stage_queries(row, first_head, n_heads, lane);
-
-    float sums[ITEMS_A_LANE][VALUES_PER_LOAD];
-    UNROLL for (uint j0 = 0; j0 < ITEMS_A_LANE; j0++) {
-        UNROLL for (uint i0 = 0; i0 < VALUES_PER_LOAD; i0++) sums[j0][i0] = 0.0;
+    uint at[LOADS];
+    uint4 keys[LOADS], values[LOADS];
+    uint n_keys = min(range.end - range.begin, KEYS);
+    find_tile(job, range.begin, n_keys, at);
+    UNROLL for (uint u0 = 0; u0 < LOADS; u0++) {
+        keys[u0] = k_cache[at[u0]];
+        values[u0] = v_cache[at[u0]];
     }
+    stage_queries(job);
+#if TURN
+    stage_newest(job);
+    GroupMemoryBarrierWithGroupSync();
+#endif
+    float sums[VALUES_PER_LOAD];
+    UNROLL for (uint i0 = 0; i0 < VALUES_PER_LOAD; i0++) sums[i0] = 0.0;
     float largest = MINUS_INFINITY, total = 0.0;  // of the head that this lane weighs
     for (uint tile = range.begin; tile < range.end; tile += KEYS) {
-        uint n_keys = min(range.end - tile, KEYS);
-        uint at[LOADS];
-        UNROLL for (uint u0 = 0; u0 < LOADS; u0++) {
-            uint key = tile + min((u0 * GROUP + lane) / PIECES, n_keys - 1);
-            uint block = block_table[table_at + key / BLOCK_TOKENS];
-            at[u0] = cache_element(block, kv_head, key, constants.n_kv_heads, constants.head_dim) / VALUES_PER_LOAD;
-        }
-        uint4 keys[LOADS], values[LOADS];
+#if TURN
         UNROLL for (uint u1 = 0; u1 < LOADS; u1++) {
-            uint local = (u1 * GROUP + lane) / PIECES, piece = lane % PIECES;
-            keys[u1] = uint4(0, 0, 0, 0);
-            values[u1] = uint4(0, 0, 0, 0);
-            if (local < n_keys && piece < pieces) {
-                keys[u1] = k_cache[at[u1] + piece];
-                values[u1] = v_cache[at[u1] + piece];
+            uint key = (u1 * GROUP + lane) / PIECES, piece = lane % PIECES;
+            bool own = key < n_keys && tile + key == job.position;
+            if (own && piece < constants.head_dim / VALUES_PER_LOAD) {
+                keys[u1] = newest_load(piece * VALUES_PER_LOAD);
+                values[u1] = newest_load(DIM_MAX + piece * VALUES_PER_LOAD);
+                if (group.y % bundles(HEADS) == 0) {
+                    k_cache[at[u1]] = keys[u1];
+                    v_cache[at[u1]] = values[u1];
+                }
             }
         }
-        stage_tile(keys, lane);
+#endif
+        stage_tile(job, n_keys, keys);
         GroupMemoryBarrierWithGroupSync();
-        score_key(n_keys, n_heads, lane);
+        uint next = tile + KEYS;
+        uint n_next = next < range.end ? min(range.end - next, KEYS) : 0;
+        if (n_next > 0) {
+            find_tile(job, next, n_next, at);
+            UNROLL for (uint u2 = 0; u2 < LOADS; u2++) keys[u2] = k_cache[at[u2]];
+        }
+        score_key(job, n_keys);
         GroupMemoryBarrierWithGroupSync();
-        stage_tile(values, lane);
+        stage_tile(job, n_keys, values);
+        if (n_next > 0) {
+            UNROLL for (uint u3 = 0; u3 < LOADS; u3++) values[u3] = v_cache[at[u3]];
+        }
         weigh(lane, largest, total);
         GroupMemoryBarrierWithGroupSync();
         add_values(n_keys, lane, sums);
         GroupMemoryBarrierWithGroupSync();  // before the next tile, or the end, overwrites what was read
+        n_keys = n_next;
     }
 
-    maxima[lane] = total;
-    if (lane % LANES_A_HEAD == 0) corrections[lane / LANES_A_HEAD] = largest;
-    if (SHARES > 1 && lane >= ITEMS) {
-        UNROLL for (uint i1 = 0; i1 < VALUES_PER_LOAD; i1++) shared_sums[(lane - ITEMS) * VALUES_PER_LOAD + i1] = sums[0][i1];
-    }
-    GroupMemoryBarrierWithGroupSync();
-    UNROLL for (uint j = 0; j < ITEMS_A_LANE; j++) {
-        uint item = lane + j * GROUP, head = item / PIECES, piece = item % PIECES;
-        if (item < ITEMS && head < n_heads && piece < pieces) {
-            UNROLL for (uint share = 1; share < SHARES; share++) {
-                UNROLL for (uint i2 = 0; i2 < VALUES_PER_LOAD; i2++) {
-                    sums[j][i2] += shared_sums[((share - 1) * ITEMS + item) * VALUES_PER_LOAD + i2];
-                }
-            }
-            float all = 0.0;
-            UNROLL for (uint k = 0; k < LANES_A_HEAD; k++) all += maxima[head * LANES_A_HEAD + k];
-            uint d = piece * VALUES_PER_LOAD;
-            if (whole) {
-                uint out_first = out_at(row, first_head + head) + d;
-                UNROLL for (uint i3 = 0; i3 < VALUES_PER_LOAD; i3++) result[out_first + i3] = sums[j][i3] / all;
-            } else {
-                uint first = partial_at(row, first_head + head, split);
-                UNROLL for (uint i4 = 0; i4 < VALUES_PER_LOAD; i4++) PARTIAL[first + d + i4] = sums[j][i4];
-                if (piece == 0) {
-                    PARTIAL[first + constants.head_dim] = corrections[head];
-                    PARTIAL[first + constants.head_dim + 1] = all;
-                }
-            }
-        }
-    }
-#if ONE_PASS
-    if (whole) return;
-    if (is_last(row * (constants.n_kv_heads * bundles) + group.y, n_active, lane)) {
-        combine(row, first_head, n_heads, n_active, lane);
-    }
-#endif
+    if (lane < HEADS * WEIGHERS) maxima[lane] = total;
+    if (lane < HEADS * WEIGHERS && lane % WEIGHERS == 0) corrections[lane / WEIGHERS] = largest;
+    uint n_active = active_splits(job.position);
+    add_shares(lane, sums);
+    write_item(job, n_active == 1, sums);
+    if (n_active > 1 && is_last(job, n_active)) combine(job, n_active);
 }

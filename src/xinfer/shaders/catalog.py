@@ -26,6 +26,8 @@ BLOCK_TOKENS = 32
 ATTENTION_DIM_MAX = 256
 ATTENTION_SPLITS_MAX = 256
 ATTENTION_HEADS_A_LOAD = 8
+ATTENTION_TILED_SPLITS_MAX = 132  # what its last workgroup has room for
+ATTENTION_TILED_ROWS_MAX = 16  # that it has counters for
 ATTENTION_QUERIES = 32  # rows of a workgroup of the prefill variants
 
 PACKED_ROWS = 128  # packed activations have a multiple of so many rows,
@@ -235,6 +237,16 @@ GEMV_MORE = (
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=8, named_loads=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=1, loads=8, named_loads=True),
     GemvShape(t_max=1, set_lanes=256, rows_per_set=1, loads=5, group=256),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=4, group=256, named_loads=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=4, loads=2),
+    GemvShape(t_max=1, set_lanes=256, rows_per_set=2, loads=4, group=256),
+    GemvShape(t_max=1, set_lanes=256, rows_per_set=4, loads=2, group=256),
+    GemvShape(t_max=1, set_lanes=64, rows_per_set=4, loads=2),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=4, norm=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=4, norm=True),
+    GemvShape(t_max=1, set_lanes=64, rows_per_set=4, loads=2, norm=True),
+    GemvShape(t_max=1, set_lanes=64, rows_per_set=2, loads=4, norm=True, swiglu=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=4, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=64, rows_per_set=1, loads=4, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=4, norm=True, swiglu=True, named_loads=True),
 )
@@ -347,7 +359,7 @@ def _pack_rows() -> Iterator[Variant]:
 
 ATTENTION_CONSTANTS = (
     *("n_heads", "n_kv_heads", "head_dim", "q_stride", "q_offset", "out_stride", "out_offset"),
-    *("table_stride", "window", "n_splits", "n_rows", "scale"),
+    *("table_stride", "window", "n_splits", "n_rows", "scale", "k_offset", "v_offset"),
 )
 
 
@@ -358,45 +370,37 @@ def _attention() -> Iterator[Variant]:
         yield _attention_kernel(f"{name}.plain", "plain", (number, ("GROUP", 64)), buffers, 64, 2 * 64)
         heads, lanes = ATTENTION_HEADS_A_LOAD, 128
         floats = heads * ATTENTION_DIM_MAX + heads * lanes + lanes + lanes + heads
-        for one_pass in (0, 1):
-            form = "decode_one_pass" if one_pass else "decode"
-            defines = (number, ("GROUP", lanes), ("ONE_PASS", one_pass))
-            extra = ("partial", "counters") if one_pass else ()
-            yield _attention_kernel(f"{name}.{form}", "decode", defines, (*buffers, *extra), lanes, floats + one_pass)
-        for dim_max, one_pass in itertools.product((64, 128), (0, 1)):
-            yield _attention_tiled(name, dim_max, one_pass, buffers)
+        yield _attention_kernel(f"{name}.decode", "decode", (number, ("GROUP", lanes)), buffers, lanes, floats)
+        for dim_max, turn in itertools.product((64, 128), (0, 1)):
+            yield _attention_tiled(name, dim_max, turn, buffers)
         for dim_max, keys in ((64, 32), (128, 16)):
             rows, defines = ATTENTION_QUERIES, (number, ("DIM_MAX", dim_max), ("KEYS", keys))
             floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
             yield _attention_kernel(f"{name}.prefill{dim_max}", "prefill", defines, buffers, 128, floats)
     yield _attention_kernel("combine", "combine", (("GROUP", 64),), ("partial", "result"), 64, ATTENTION_SPLITS_MAX)
-    for keys in (32, 64, 128):
-        yield _attention_kernel(
-            f"combine_active{keys}",
-            "combine_active",
-            (("GROUP", 256), ("KEYS", keys)),
-            ("partial", "state", "result"),
-            256,
-            2 * ATTENTION_SPLITS_MAX + 256,
-        )
 
 
 def attention_tile_keys(variant: Variant) -> int:
     """Keys of a tile of attention_tiled, which is also the least that a split of it has."""
     pieces = variant.define("DIM_MAX") // (4 if variant.define("FORMAT") == FORMATS["f32"] else 8)
-    return 8 * variant.workgroup[0] // pieces
+    return 2 * variant.workgroup[0] // pieces
 
 
-def _attention_tiled(name: str, dim_max: int, one_pass: int, buffers: tuple[str, ...]) -> Variant:
-    lanes, heads, values = 128, ATTENTION_HEADS_A_LOAD, 4 if name == "f32" else 8
+def _attention_tiled(name: str, dim_max: int, turn: int, buffers: tuple[str, ...]) -> Variant:
+    lanes, heads, values = 512, ATTENTION_HEADS_A_LOAD, 4 if name == "f32" else 8
     pieces = dim_max // values
-    keys, items = 8 * lanes // pieces, heads * pieces
-    floats = 4 * keys * (pieces + 1) + heads * dim_max + heads * (keys + 1) + lanes + heads
-    floats += values * max(lanes - items, 0) + one_pass
-    defines = (("FORMAT", FORMATS[name]), ("GROUP", lanes), ("DIM_MAX", dim_max), ("ONE_PASS", one_pass))
-    extra = ("partial", "counters") if one_pass else ()
-    form = f"tiled{dim_max}" + "_one_pass" * one_pass
-    return _attention_kernel(f"{name}.{form}", "tiled", defines, (*buffers, *extra), lanes, floats)
+    keys = 2 * lanes // pieces
+    floats = 4 * keys * (pieces + 1) + heads * dim_max + heads * max(keys + 1, ATTENTION_TILED_SPLITS_MAX)
+    floats += heads * 16 + heads + 1 + turn * 2 * dim_max
+    defines = (("FORMAT", FORMATS[name]), ("GROUP", lanes), ("DIM_MAX", dim_max), ("TURN", turn))
+    return _attention_kernel(
+        f"{name}.tiled{dim_max}" + "_turn" * turn,
+        "tiled",
+        defines,
+        (*buffers, "scratch", *(("table",) if turn else ())),
+        lanes,
+        floats,
+    )
 
 
 def _attention_kernel(

@@ -5,7 +5,7 @@
 //   WAVE     a set is made of whole waves, whatever their size; else of SET_LANES lanes that meet in groupshared memory
 //   VECTOR_X x is read as float4 (strides, offsets and columns are multiples of VALUES_PER_LOAD); else float by float
 //   T_MAX    rows of activations at most
-//   NORM     x is normalized on the way: y = rms_norm(x, norm_weight) @ w^T; the row's scale is a factor of the sum
+//   NORM     x, a single row, is normalized: y = rms_norm(x, norm_weight) @ w^T; the row's scale is a factor of the sum
 //   SWIGLU   two matrices: y = silu(x @ w^T) * (x @ w2^T), without bias
 #include "common.hlsli"
 
@@ -96,6 +96,13 @@ uint4 read_w(uint which, uint at) {
 #endif
 }
 
+void add_products(float values[VALUES_PER_LOAD], float weights[MATRICES * ROWS_PER_SET][VALUES_PER_LOAD],
+                  inout float sums[SUMS]) {
+    UNROLL for (uint s = 0; s < MATRICES * ROWS_PER_SET; s++) {
+        UNROLL for (uint k = 0; k < VALUES_PER_LOAD; k++) sums[s] += values[k] * weights[s][k];
+    }
+}
+
 // The sums of one lane over its share of the columns, for the ROWS_PER_SET rows from first_row on.
 void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SUMS]) {
     uint loads = (constants.columns + VALUES_PER_LOAD - 1) / VALUES_PER_LOAD;
@@ -114,6 +121,14 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
                 }
             }
         }
+#if T_MAX == 1  // x is on its way together with the weights
+        float ahead[LOADS][VALUES_PER_LOAD];
+        UNROLL for (uint a = 0; a < LOADS; a++) READ_X(x, constants.x_offset, min(base + a * lanes, loads - 1), ahead[a]);
+#if NORM
+        float scales[LOADS][VALUES_PER_LOAD];
+        UNROLL for (uint b = 0; b < LOADS; b++) READ_X(norm_weight, 0, min(base + b * lanes, loads - 1), scales[b]);
+#endif
+#endif
         UNROLL for (uint v = 0; v < LOADS; v++) {
             uint at = base + v * lanes;
             if (at < loads) {
@@ -121,27 +136,23 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
                 UNROLL for (uint n = 0; n < MATRICES * ROWS_PER_SET; n++) {
                     unpack_load(raw[v][n / ROWS_PER_SET][n % ROWS_PER_SET], weights[n]);
                 }
+#if T_MAX == 1
 #if NORM
-                float scale[VALUES_PER_LOAD];
-                READ_X(norm_weight, 0, at, scale);
+                UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) {
+                    sums[0][SUMS - 1] += ahead[v][j] * ahead[v][j];
+                    ahead[v][j] *= scales[v][j];
+                }
 #endif
+                add_products(ahead[v], weights, sums[0]);
+#else
                 UNROLL for (uint t = 0; t < T_MAX; t++) {
                     if (t < constants.x_rows) {
                         float values[VALUES_PER_LOAD];
                         READ_X(x, constants.x_offset + t * constants.x_stride, at, values);
-#if NORM
-                        UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) {
-                            sums[t][SUMS - 1] += values[j] * values[j];
-                            values[j] *= scale[j];
-                        }
-#endif
-                        UNROLL for (uint s = 0; s < MATRICES * ROWS_PER_SET; s++) {
-                            UNROLL for (uint k = 0; k < VALUES_PER_LOAD; k++) {
-                                sums[t][s] += values[k] * weights[s][k];
-                            }
-                        }
+                        add_products(values, weights, sums[t]);
                     }
                 }
+#endif
             }
         }
     }

@@ -1,4 +1,9 @@
-"""Checkpoint files as bytes and JSON: bounded, strict, and never a traceback."""
+"""A checkpoint's files as bytes, text and JSON: bounded, strict, and never a traceback.
+
+Whatever is read from a model's folder is read through here (tensor bytes are `model._safetensors`' own): a folder, a
+FIFO or a device under a file's name, a link to nothing, a file that may not be read or is too large is refused, and
+never waited for or passed over.
+"""
 
 from __future__ import annotations
 
@@ -71,26 +76,40 @@ def open_regular(path: Path, *, error: type[CheckpointError]) -> BinaryIO:
         raise error(f"{path} cannot be opened: {problem}") from problem
 
 
-def read_json_object(path: Path, *, error: type[CheckpointError], max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in the file `path`, or `error` with what is wrong with it."""
+def read_bytes(path: Path, *, error: type[CheckpointError], max_bytes: int) -> bytes:
+    """All of the file `path`, which may have `max_bytes`."""
     with open_regular(path, error=error) as file:
         try:
             size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                raise error(_too_large(path, size, max_bytes))
             # An unbuffered read may return less than there is: ask until the file ends or the limit is passed.
             data = bytearray()
             while len(data) <= max_bytes and (chunk := file.read(min(size + 1, max_bytes + 1) - len(data) or 1)):
                 data += chunk
         except OSError as problem:
             raise error(f"{path} cannot be read: {problem}") from problem
-    if len(data) > max_bytes:
-        raise error(f"{path} is larger than {max_bytes} bytes, the limit for a JSON file of a checkpoint")
-    return parse_json_object(bytes(data), where=str(path), error=error)
+    if len(data) > max_bytes:  # it grew, or its size is not told
+        raise error(_too_large(path, len(data), max_bytes))
+    return bytes(data)
+
+
+def read_text(path: Path, *, error: type[CheckpointError], max_bytes: int) -> str:
+    """The UTF-8 text of the file `path`; every line ends with a line feed."""
+    text = _decode(read_bytes(path, error=error, max_bytes=max_bytes), where=str(path), error=error)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_json_object(path: Path, *, error: type[CheckpointError], max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object in the file `path`, or `error` with what is wrong with it."""
+    return parse_json_object(read_bytes(path, error=error, max_bytes=max_bytes), where=str(path), error=error)
 
 
 def parse_json_object(data: bytes, *, where: str, error: type[CheckpointError]) -> dict[str, Any]:
     """The JSON object that the bytes `data` hold; `where` names their source in messages."""
     if data.startswith(_BYTE_ORDER_MARK):
         raise error(f"{where} starts with a byte order mark; save it as UTF-8 without one")
+    text = _decode(data, where=where, error=error)
 
     def refuse_constant(name: str) -> NoReturn:
         raise error(f"{where} holds the literal {name}, which is not JSON; expected finite numbers")
@@ -104,9 +123,7 @@ def parse_json_object(data: bytes, *, where: str, error: type[CheckpointError]) 
         return result
 
     try:
-        value = json.loads(data.decode("utf-8"), parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
-    except UnicodeDecodeError as problem:
-        raise error(f"{where} is not UTF-8 text: byte {problem.start} cannot be decoded") from problem
+        value = json.loads(text, parse_constant=refuse_constant, object_pairs_hook=refuse_duplicates)
     except RecursionError as problem:
         raise error(f"{where} is nested too deeply to be a checkpoint's JSON") from problem
     except json.JSONDecodeError as problem:
@@ -116,3 +133,16 @@ def parse_json_object(data: bytes, *, where: str, error: type[CheckpointError]) 
     if not isinstance(value, dict):
         raise error(f"{where} holds {shown(value)} at the top; expected a JSON object")
     return value
+
+
+def _decode(data: bytes, *, where: str, error: type[CheckpointError]) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as problem:
+        raise error(
+            f"{where} is not UTF-8 text: byte {problem.start} cannot be decoded; download it again"
+        ) from problem
+
+
+def _too_large(path: Path, size: int, max_bytes: int) -> str:
+    return f"{path} has {size:,} bytes; expected at most {max_bytes:,}: take it from the original checkpoint"
