@@ -153,7 +153,7 @@ class LLM:
         model: a folder in Hugging Face form, a hub name such as "Qwen/Qwen2.5-0.5B-Instruct", or None for the bundled
             demo model.
         device: "auto" (a GPU where there is one, else the CPU), "cpu", "vulkan" (also where only a software driver is),
-            "vulkan:1", or part of an adapter's name.
+            "vulkan:1", "d3d12", or part of an adapter's name.
         context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
             On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
         progress: called with (stage, done, total) while loading and reading long prompts.

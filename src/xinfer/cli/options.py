@@ -15,7 +15,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or h
 Device = Annotated[
     str,
     typer.Option(
-        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, or part of an adapter's name; see xinfer devices."
+        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, d3d12, or part of an adapter's name; see xinfer devices."
     ),
 ]
 Context = Annotated[

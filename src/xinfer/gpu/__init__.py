@@ -44,12 +44,16 @@ def choose_device(selector: str) -> api.DeviceInfo | None:
         return _choose_from(name, number)
     devices = list_devices()
     if wanted == "auto":
-        devices = [device for device in devices if device.kind in BY_PREFERENCE and not device.emulated]
-    else:
-        devices = [device for device in devices if wanted in device.name.lower()]
-        if not devices:
-            raise DeviceError(f"no device is called {selector!r}; {_what_there_is()}")
+        return automatic(devices)
+    devices = [device for device in devices if wanted in device.name.lower()]
+    if not devices:
+        raise DeviceError(f"no device is called {selector!r}; {_what_there_is()}")
     return best(devices)
+
+
+def automatic(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:
+    """The one that "auto" takes: neither a software driver nor an API that another one stands in for."""
+    return best([device for device in devices if device.kind in BY_PREFERENCE and not device.emulated])
 
 
 def best(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:

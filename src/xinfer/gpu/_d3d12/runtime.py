@@ -94,7 +94,14 @@ class Vkd3dRuntime(Exports):
             raise DeviceError(f"vkd3d is used on x86_64 Linux only; this machine is {platform.machine()}: use Vulkan")
         for variable in ("VKD3D_DEBUG", "VKD3D_SHADER_DEBUG"):
             os.environ.setdefault(variable, "none")  # else it tells on stderr of every flag that it passes over
-        libffi = native.load_library(LIBFFI)
+        try:
+            libffi = native.load_library(LIBFFI)
+            native.load_library(VKD3D)
+        except DeviceError as error:
+            raise DeviceError(
+                f"Direct3D 12 on Linux is there for tests and needs vkd3d 1.14 or newer, and libffi ({error}); "
+                "use Vulkan, or install them (Debian: libvkd3d-utils1, libffi8)"
+            ) from error
         functions = ("D3D12CreateDevice", "D3D12GetDebugInterface", "D3D12SerializeRootSignature", "D3DCompile")
         super().__init__(FfiCaller(libffi), {VKD3D[0]: functions})
 

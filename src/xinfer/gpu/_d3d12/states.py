@@ -40,7 +40,7 @@ class States:
 
     @staticmethod
     def _transition(buffer: D3D12Buffer, before: int, after: int) -> d3d.D3D12_RESOURCE_BARRIER:
-        change = d3d.D3D12_RESOURCE_TRANSITION_BARRIER(buffer.native, EVERY_SUBRESOURCE, before, after)
+        change = d3d.D3D12_RESOURCE_TRANSITION_BARRIER(buffer.handle.address, EVERY_SUBRESOURCE, before, after)
         return d3d.D3D12_RESOURCE_BARRIER(Type=d3d.D3D12_RESOURCE_BARRIER_TYPE_TRANSITION, Transition=change)
 
     def _record(self, barriers: list[d3d.D3D12_RESOURCE_BARRIER]) -> None:
