@@ -32,14 +32,14 @@ WRITES(float, y, 3);
 CONSTANTS(Constants, constants);
 
 // Columns first, so that a lane's rows lie side by side; one float of padding keeps the writes off a single bank.
-groupshared float x_tile[TILE_K][TILE_M + 1];
-groupshared float w_tile[TILE_K][TILE_N + 1];
+groupshared float x_tile[TILE_K * (TILE_M + 1)];  // [k][m]
+groupshared float w_tile[TILE_K * (TILE_N + 1)];  // [k][n]
 
 void stage_x(uint first_row, uint first_column, uint lane) {
     for (uint i = lane; i < TILE_M * TILE_K; i += GROUP) {
         uint row = first_row + i / TILE_K, column = first_column + i % TILE_K;
         bool inside = row < constants.x_rows && column < constants.columns;
-        x_tile[i % TILE_K][i / TILE_K] = inside ? x[constants.x_offset + row * constants.x_stride + column] : 0.0;
+        x_tile[i % TILE_K * (TILE_M + 1) + i / TILE_K] = inside ? x[constants.x_offset + row * constants.x_stride + column] : 0.0;
     }
 }
 
@@ -51,7 +51,7 @@ void stage_w(uint first_row, uint first_column, uint lane) {
         if (row < constants.rows && load < constants.row_loads) raw = w[row * constants.row_loads + load];
         float values[VALUES_PER_LOAD];
         unpack_load(raw, values);
-        UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) w_tile[i % loads * VALUES_PER_LOAD + j][i / loads] = values[j];
+        UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) w_tile[(i % loads * VALUES_PER_LOAD + j) * (TILE_N + 1) + i / loads] = values[j];
     }
 }
 
@@ -70,8 +70,8 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         GroupMemoryBarrierWithGroupSync();
         for (uint k = 0; k < TILE_K; k++) {
             float a[LANE_M], b[LANE_N];
-            UNROLL for (uint m1 = 0; m1 < LANE_M; m1++) a[m1] = x_tile[k][lane_m * LANE_M + m1];
-            UNROLL for (uint n1 = 0; n1 < LANE_N; n1++) b[n1] = w_tile[k][lane_n + n1 * LANES_N];
+            UNROLL for (uint m1 = 0; m1 < LANE_M; m1++) a[m1] = x_tile[k * (TILE_M + 1) + lane_m * LANE_M + m1];
+            UNROLL for (uint n1 = 0; n1 < LANE_N; n1++) b[n1] = w_tile[k * (TILE_N + 1) + lane_n + n1 * LANES_N];
             UNROLL for (uint m2 = 0; m2 < LANE_M; m2++) {
                 UNROLL for (uint n2 = 0; n2 < LANE_N; n2++) sums[m2][n2] += a[m2] * b[n2];
             }
