@@ -11,6 +11,8 @@ time limit, so that a run ends.
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import shutil
 import statistics
@@ -355,33 +357,60 @@ def linear_candidates(model: QwenModel) -> dict[str, list[str]]:
     return found
 
 
-def attention_choices(model: QwenModel) -> list[tuple[str, int]]:
-    """(variant, splits) worth a try."""
+def tunings(model: QwenModel, context: int, *, linear: bool) -> Iterator[tuple[str, Callable[[Tuning], Tuning]]]:
+    """Single changes of a tuning that are worth a try, knob by knob."""
     size = 64 if model.config.head_dim <= 64 else 128
-    return [(f"attention.f16.tiled{size}_turn", n) for n in (1, 2, 4, 8, 16, 32, 66, 132)]
+    splits = (1, 2, 8) if context <= 512 else (16, 32, 66, 132)
+    for form, n in itertools.product(("turn2", "turn"), splits):
+        name = f"attention.f16.tiled{size}_{form}"
+        yield f"attn {form}/{n}", functools.partial(_with, variants={"attn": name}, n_splits=n)
+    for beside, megabytes in (("attn", (4, 8, 12, 16, 24, 32)), ("qkv", (2, 6, 12)), ("o", (4, 8, 16))):
+        for n in megabytes:
+            yield f"prefetch {beside} {n} MB", functools.partial(_with, prefetch={beside: n << 20})
+    if linear:
+        for op, names in linear_candidates(model).items():
+            for name in names:
+                yield f"{op} {name}", functools.partial(_with, variants={op: name})
 
 
-def tune(model: QwenModel, contexts: list[int]) -> dict[str, Any]:
-    """Every variant of every op, timed within whole steps; the best of each, attention's at each context."""
-    linear, attention = linear_candidates(model), attention_choices(model)
-    times: dict[str, dict[str, float]] = defaultdict(dict)
-    cache = fill_cache(model, max(contexts), 2)
-    for context in sorted(contexts):
-        rounds = max(len(attention), *(len(names) for names in linear.values())) if context == min(contexts) else 0
-        for i in range(max(rounds, len(attention))):
-            variants = {op: names[i % len(names)] for op, names in linear.items()}
-            variant, n_splits = attention[i % len(attention)]
-            model.tune(Tuning(variants={**variants, "attn": variant}, n_splits=n_splits))
-            cache.ids = [1] * context
-            totals: dict[str, float] = defaultdict(float)
-            for entries in zip(*model.step_times(cache, repeats=5), strict=True):
-                totals[entries[0][0].rpartition(".")[2]] += statistics.median(seconds for _, seconds in entries)
-            for op, name in variants.items():
-                seen = totals["swiglu" if op == "gate_up" else op]
-                times[op][name] = min(seen, times[op].get(name, seen))
-            times[f"attn {context}"][f"{variant}/{n_splits}"] = totals["attn"]
+def _with(tuning: Tuning, *, variants: Any = None, n_splits: int | None = None, prefetch: Any = None) -> Tuning:
+    return Tuning(
+        variants={**tuning.variants, **(variants or {})},
+        n_splits=n_splits or tuning.n_splits,
+        prefetch={**tuning.prefetch, **(prefetch or {})},
+    )
+
+
+def tune(model: QwenModel, context: int, deadline: Deadline, *, start: Tuning, linear: bool) -> dict[str, Any]:
+    """Change one knob after the other, keep what makes a token sooner: {"tried": seconds by change, "kept", "tuning"}.
+
+    Timed in the loop that users run: between single steps the clocks fall, and short kernels look three times as long.
+    """
+    cache = fill_cache(model, context, 200)
+
+    def seconds(tuning: Tuning) -> float:
+        model.tune(tuning)
+        cache.truncate(context)
+        tokens = model.greedy(7, cache, limit=90)
+        for _ in range(30):
+            next(tokens)
+        began = time.perf_counter()
+        for _ in tokens:
+            pass
+        return (time.perf_counter() - began) / 60
+
+    best, tuning = min(seconds(start) for _ in range(3)), start
+    found: dict[str, Any] = {"tried": {"as chosen": best}, "kept": []}
+    for name, change in tunings(model, context, linear=linear):
+        if deadline.over:
+            break
+        tried = change(tuning)
+        found["tried"][name] = took = min(seconds(tried) for _ in range(2))
+        if took < 0.997 * best:
+            best, tuning = took, tried
+            found["kept"].append(name)
     model.tune(Tuning())
-    return {op: dict(sorted(found.items(), key=lambda item: item[1])) for op, found in times.items()}
+    return {**found, "tuning": tuning}
 
 
 def continuation(model: QwenModel, n_tokens: int) -> list[int]:
@@ -392,12 +421,19 @@ def continuation(model: QwenModel, n_tokens: int) -> list[int]:
     return list(model.greedy(int(prompt[-1]), cache, limit=n_tokens))
 
 
-def tuned(times: dict[str, dict[str, float]], context: int) -> Tuning:
-    """The best of what `tune` found."""
-    best = {op: next(iter(found)) for op, found in times.items()}
-    variant, _, n_splits = best[f"attn {context}"].partition("/")
-    linear = {op: name for op, name in best.items() if not op.startswith("attn")}
-    return Tuning(variants={**linear, "attn": variant}, n_splits=int(n_splits))
+def run_tuning(model: QwenModel, options: argparse.Namespace) -> dict[int, dict[str, Any]]:
+    """What tuning gives at each context; the tokens must stay the same."""
+    results, start, plain = {}, Tuning(), continuation(model, 32)
+    for context in options.contexts:
+        first = context == options.contexts[0]
+        found = tune(model, context, Deadline(options.tune_seconds), start=start, linear=first)
+        tuning = found.pop("tuning")
+        model.tune(tuning)
+        step = decode(model, context, Deadline(options.part_seconds))
+        results[context] = {**found, **step, "same_tokens": continuation(model, 32) == plain}
+        model.tune(Tuning())
+        start = Tuning(variants=tuning.variants) if first else start
+    return results
 
 
 def op_bytes(config: Qwen2Config) -> dict[str, int]:
@@ -456,15 +492,7 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
                 f"host {step['host_seconds'] * 1e6:.0f} us, {step['bytes'] / step['seconds'] / 1e9:.0f} GB/s"
             )
         if options.tune:
-            result["tuning"] = times = tune(model, options.contexts)
-            result["tuned"] = {}
-            plain = continuation(model, 32)
-            for context in options.contexts:
-                model.tune(tuned(times, context))
-                result["tuned"][context] = step = decode(model, context, Deadline(options.part_seconds))
-                step["same_tokens"] = continuation(model, 32) == plain
-                say(f"{size}: tuned decode at {context}: {1 / step['seconds']:.1f} tok/s")
-            model.tune(Tuning())
+            result["tuned"] = run_tuning(model, options)
         result["profile"] = {context: profile(model, context) for context in options.contexts[:2]}
         result["profile_bytes"] = op_bytes(config)
         result["prefill"] = {}
@@ -497,14 +525,10 @@ def report(result: dict[str, Any], streamed: float) -> str:
     for context, step in result.get("tuned", {}).items():
         lines.append(
             f"tuned at {context:>6}: {1 / step['seconds']:8.1f} tok/s; device {step['device_seconds'] * 1e6:.0f} us, "
-            f"{'the same' if step['same_tokens'] else 'OTHER'} tokens"
+            f"{'the same' if step['same_tokens'] else 'OTHER'} tokens; kept: {', '.join(step['kept'])}"
         )
-    for op, times in result.get("tuning", {}).items():
-        shown = [
-            f"{name.removeprefix('linear_gemv.f16.').removeprefix('attention.f16.')} {s * 1e6:.0f}"
-            for name, s in times.items()
-        ]
-        lines.append(f"  {op}, us in all: {', '.join(shown[:9])}")
+        tried = [f"{name.replace('linear_gemv.f16.', '')} {s * 1e6:.0f}" for name, s in step["tried"].items()]
+        lines.append(f"  us a token: {'; '.join(tried)}")
     lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
     for context, entries in result["profile"].items():
         lines.append(
@@ -537,6 +561,7 @@ def main() -> int:
     parser.add_argument("--peers", default="", help="sizes to run transformers on as well, in the same run")
     parser.add_argument("--peer-seconds", type=float, default=200.0, help="time for one of them")
     parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
+    parser.add_argument("--tune-seconds", type=float, default=20.0, help="time for one context")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
     parser.add_argument("--json", type=Path)

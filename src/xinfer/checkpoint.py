@@ -86,12 +86,12 @@ class Checkpoint:
         params = dataclasses.replace(params or SamplingParams(), **overrides)
         settings = resolve_settings(params, self.generation_config, self.config)
         # A stop string that is a special token never shows up as text: stop at its id.
-        special = {self.tokenizer.special_id(text) for text in params.stop} - {None}
+        special = {token for text in params.stop if (token := self.tokenizer.special_id(text)) is not None}
         seed = secrets.randbits(32) if params.seed is None else params.seed
         return dataclasses.replace(
             settings,
             params=dataclasses.replace(settings.params, seed=seed),
-            stop_ids=settings.stop_ids | {token for token in special if token is not None},
+            stop_ids=settings.stop_ids | special,
         )
 
 

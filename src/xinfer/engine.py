@@ -121,14 +121,17 @@ class Engine(Generic[C]):
     def check_usable(self) -> None:
         """Refuse work after `close`, and in a forked child."""
         self.check_process()
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise RequestError("the model is closed; open it again")
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        self.check_process()
+        self.check_process()  # first: a fork may have inherited a lock that nobody will release
         with self._lock:
-            self.check_usable()
+            self._check_open()
             yield
 
     def forward(self, tokens: Sequence[int], cache: C) -> NDArray[np.float32]:

@@ -19,7 +19,7 @@ PREFILL = [v for v in VARIANTS if v.source == "attention_prefill.hlsl"]
 CacheFormat = Literal["f32", "f16"]
 
 
-TURNING = [v for v in VARIANTS if v.id.endswith("_turn")]  # they take q, k and v as the projections made them
+TURNING = [v for v in VARIANTS if "_turn" in v.id]  # they take q, k and v as the projections made them
 
 
 def format_of(variant: Variant) -> CacheFormat:

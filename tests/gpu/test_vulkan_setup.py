@@ -38,6 +38,9 @@ def test_what_a_device_says_of_itself(device: Device) -> None:
     assert info.heap_bytes >= 1 << 28
     assert info.subgroup_size_min <= info.subgroup_size_default <= info.subgroup_size_max
     assert info.max_workgroup_invocations >= 128
+    if "subgroup_size_control" in info.features:
+        assert info.max_workgroup_subgroups is not None
+        assert info.max_workgroup_subgroups >= 1
     assert info.max_shared_bytes >= 16384
     assert info.max_storage_range >= 1 << 27
     assert info.storage_alignment in (1, 2, 4, 8, 16, 32, 64, 128, 256)

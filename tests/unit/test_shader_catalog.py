@@ -98,6 +98,7 @@ def test_numbers_are_those_of_common_hlsli() -> None:
     assert value("DIM_MAX") == catalog.ATTENTION_DIM_MAX
     assert value("SPLITS_MAX") == catalog.ATTENTION_SPLITS_MAX
     assert value("TILED_SPLITS_MAX") == catalog.ATTENTION_TILED_SPLITS_MAX
+    assert value("MIN_SPLIT") == catalog.ATTENTION_TILED_SPLIT_KEYS
     assert value("TILED_ROWS_MAX") == catalog.ATTENTION_TILED_ROWS_MAX
     assert value("HEADS") == catalog.ATTENTION_HEADS_A_LOAD
     assert value("UNUSED_ROW") == ops.UNUSED_POSITION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -40,7 +41,16 @@ class _Command(TyperCommand):
 
 
 class _Group(TyperGroup):
-    """Turns whatever goes wrong in a command into one message and an exit status."""
+    """Turns whatever goes wrong in a command into one message and an exit status.
+
+    For the list of commands their names and descriptions are enough: the options of a command, which take longer to
+    put together than all else that is ours, are made when it is run.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        for command in COMMANDS:
+            self.add_command(TyperCommand(command.__name__, help=cleandoc(command.__doc__ or "")))
 
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
@@ -48,7 +58,8 @@ class _Group(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # Of a command that does not exist, no option is known: --json is what is spelled so.
         ctx.meta[_WANTS_JSON] = "--json" in args[: args.index("--") if "--" in args else None]
-        return super().resolve_command(ctx, args)
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, with_options(name), rest
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -70,6 +81,13 @@ class _Group(TyperGroup):
             _fail(ctx, "MemoryError", "out of memory; try a smaller --context, or close other programs")
         except OSError as error:
             _fail(ctx, "OSError", str(error))
+
+
+def with_options(name: str | None) -> Any:
+    """The command of that name, ready to run."""
+    single = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    single.command(cls=_Command)(next(command for command in COMMANDS if command.__name__ == name))
+    return typer.main.get_command(single)
 
 
 def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
@@ -116,10 +134,6 @@ def _root(
     if version:
         typer.echo(f"xinfer {__version__}")
         raise typer.Exit
-
-
-for _command in COMMANDS:
-    app.command(cls=_Command)(_command)
 
 
 def _configure_streams() -> None:

@@ -41,6 +41,7 @@ class DeviceInfo:
     subgroup_size_default: int
     max_groups: Groups  # workgroups of one dispatch, by axis
     max_workgroup_invocations: int
+    max_workgroup_subgroups: int | None = None  # where a kernel names its subgroups' size; None: no limit of its own
     max_shared_bytes: int  # groupshared memory of one workgroup
     max_storage_range: int  # bytes that one binding may span
     storage_alignment: int  # a binding's offset is a multiple of this

@@ -12,7 +12,7 @@ from typing import Literal, NoReturn, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xinfer.errors import NumericalError, RequestError
+from xinfer.errors import NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
@@ -21,6 +21,7 @@ from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
 from xinfer.gpu_model.weights import DeviceWeights, Progress, WeightsLayout
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
+from xinfer.model.tokens import checked_ids
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import BAD_TOKEN
 
@@ -111,7 +112,7 @@ class QwenModel:
             ContextLengthError: the cache has no room for them. It is as before.
             NumericalError: the logits have a NaN or an infinity; layer and op are named. Not where a tap looks itself.
         """
-        ids = self._checked(tokens)
+        ids = checked_ids(tokens, self.config.vocab_size).tolist()
         with self._lock:
             if cache is None:
                 cache = self.make_cache(len(ids))
@@ -130,7 +131,7 @@ class QwenModel:
 
     def extend(self, tokens: ArrayLike, cache: KVCache) -> None:
         """Append tokens to the cache, without logits. Raises as `forward` does."""
-        ids = self._checked(tokens)
+        ids = checked_ids(tokens, self.config.vocab_size).tolist()
         with self._lock:
             start = cache.length
             cache.reserve(start + len(ids))
@@ -155,7 +156,7 @@ class QwenModel:
         Raises:
             NumericalError: a step made a NaN or an infinity; layer and op are named.
         """
-        ids = self._checked([token])
+        ids = checked_ids([token], self.config.vocab_size).tolist()
         answer = Answer(self, self._steps, ids[0], cache, limit=limit, n_valid=n_valid or self.config.vocab_size)
         try:
             for n in range(answer.limit):
@@ -328,21 +329,6 @@ class QwenModel:
         finally:
             cache.truncate(length)
         return None
-
-    def _checked(self, tokens: ArrayLike) -> list[int]:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0:
-            raise RequestError(f"tokens of shape {ids.shape} were given: expected a flat list of at least one id")
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise RequestError(f"tokens of type {ids.dtype} were given: expected integers")
-        wrong = (ids < 0) | (ids >= self.config.vocab_size)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise RequestError(
-                f"token {int(ids[at])} at place {at} is not in the vocabulary: expected 0 to "
-                f"{self.config.vocab_size - 1}; was the text encoded with another model's tokenizer?"
-            )
-        return [int(token) for token in ids]
 
 
 class _FoundError(Exception):

@@ -24,6 +24,7 @@ from xinfer.errors import ContextLengthError, RequestError, WeightsError
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory
 from xinfer.model.names import LAYER_FIELDS, global_tensor_name, layer_tensor_name
+from xinfer.model.tokens import checked_ids
 from xinfer.model.weights import ModelWeights
 
 Array = NDArray[np.float32]
@@ -389,7 +390,7 @@ class ReferenceModel:
             RequestError: no tokens, or one outside the vocabulary. The cache is as before.
             ContextLengthError: the cache has no room for them. It is as before.
         """
-        ids = self._checked(tokens)
+        ids = checked_ids(tokens, self.config.vocab_size)
         start = 0
         if cache is not None:
             cache.reserve(len(ids))
@@ -476,21 +477,6 @@ class ReferenceModel:
                 tap(f"layers.{i}.{name}", value)
             tap(f"layers.{i}", y)
         return y
-
-    def _checked(self, tokens: ArrayLike) -> NDArray[np.int64]:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or ids.size == 0:
-            raise RequestError(f"tokens of shape {ids.shape} were given: expected a flat list of at least one id")
-        if not np.issubdtype(ids.dtype, np.integer):
-            raise RequestError(f"tokens of type {ids.dtype} were given: expected integers")
-        wrong = (ids < 0) | (ids >= self.config.vocab_size)
-        if wrong.any():
-            at = int(np.argmax(wrong))
-            raise RequestError(
-                f"token {int(ids[at])} at place {at} is not in the vocabulary: expected 0 to "
-                f"{self.config.vocab_size - 1}; was the text encoded with another model's tokenizer?"
-            )
-        return ids.astype(np.int64)
 
     @property
     def _head_name(self) -> str:

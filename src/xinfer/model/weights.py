@@ -159,10 +159,7 @@ class ModelWeights:
         """Rows start to stop of the matrix called `name`, (stop - start, columns): a table need not be read whole."""
         info = self.tensors[name]
         assert 0 <= start <= stop <= info.shape[0], (start, stop, info)
-        array = np.empty((stop - start, *info.shape[1:]), _numpy_dtype(info.dtype))
-        offset = info.offset + start * (info.nbytes // info.shape[0])
-        self._files[info.file].read_into(offset, array.reshape(-1).view(np.uint8).data)
-        return array
+        return self._read_rows(info, start, stop)
 
     def read_into(self, name: str, buffer: memoryview, *, offset: int = 0) -> None:
         """Fill `buffer` with the stored bytes of the tensor called `name`, from its byte `offset` on."""

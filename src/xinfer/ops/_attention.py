@@ -13,10 +13,10 @@ from xinfer.shaders.catalog import (
     ATTENTION_QUERIES,
     ATTENTION_SPLITS_MAX,
     ATTENTION_TILED_ROWS_MAX,
+    ATTENTION_TILED_SPLIT_KEYS,
     ATTENTION_TILED_SPLITS_MAX,
     BLOCK_TOKENS,
     Variant,
-    attention_tile_keys,
     variants,
 )
 
@@ -24,6 +24,7 @@ BUSY_GROUPS = 528  # workgroups that keep a large GPU busy: four on each of an H
 BUSY_PREFILL_GROUPS = 256
 CPU_GROUPS = 8  # a software driver runs a few at a time
 COUNTER_BYTES = 16
+FEW_KEYS = 2048  # up to which loads shared by few heads are no loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +63,11 @@ def plan_attention(
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
-    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn), variant)
+    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=max_keys <= FEW_KEYS), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
     busy = BUSY_GROUPS if n_rows < ATTENTION_TILED_ROWS_MAX else BUSY_PREFILL_GROUPS
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else busy
-    least = attention_tile_keys(chosen) if is_tiled(chosen) else BLOCK_TOKENS
+    least = ATTENTION_TILED_SPLIT_KEYS if is_tiled(chosen) else BLOCK_TOKENS
     most = ATTENTION_TILED_SPLITS_MAX if is_tiled(chosen) else ATTENTION_SPLITS_MAX
     if n_splits is None:
         # More than the tiled kernels' most are not faster even where they make fewer workgroups.
@@ -78,7 +79,7 @@ def plan_attention(
     if n_splits == 1:
         return AttentionPlan(chosen, 1, 0, 0)
     # Counters for as many rows as there may be, and for every kernel: so that all recordings can use one scratch.
-    counters = COUNTER_BYTES * _bundles(n_heads, cache.n_kv_heads) * ATTENTION_TILED_ROWS_MAX
+    counters = COUNTER_BYTES * n_heads * ATTENTION_TILED_ROWS_MAX
     partial = 4 * n_rows * n_heads * n_splits * (cache.head_dim + (4 if is_tiled(chosen) else 2))
     return AttentionPlan(chosen, n_splits, counters + partial, counters)
 
@@ -200,7 +201,7 @@ def _scratch(plan: AttentionPlan, scratch: Bindable | None, out: Rows, label: st
     return scratch
 
 
-def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False) -> list[str]:
+def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False, few_keys: bool = False) -> list[str]:
     """Variants that fit, best first: tiles of queries for many rows, shared loads of K and V for few."""
     forms = ["plain"]
     if cache.head_dim % 8 == 0:
@@ -211,7 +212,8 @@ def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False)
         else:
             forms = [f"tiled{dim}" for dim in sizes] + forms
             if turn:
-                forms = [f"tiled{dim}_turn" for dim in sizes] + forms
+                names = ["turn2", "turn"] if few_keys else ["turn", "turn2"]
+                forms = [f"tiled{dim}_{name}" for dim in sizes for name in names] + forms
     return [f"attention.{cache.format}.{form}" for form in forms]
 
 
@@ -225,7 +227,7 @@ def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: 
     if variant.source == "attention_prefill.hlsl":
         return _prefill_trips(variant, head_dim, keys)
     if is_tiled(variant):
-        return _tiled_trips(variant, head_dim, max(keys, attention_tile_keys(variant)), n_splits)
+        return _tiled_trips(variant, head_dim, max(keys, ATTENTION_TILED_SPLIT_KEYS), n_splits)
     pieces = head_dim // _values(variant)
     lanes_a_head = group // ATTENTION_HEADS_A_LOAD
     a_tile = 1 + ceil_div(pieces, 4) + 2 * ATTENTION_HEADS_A_LOAD + lanes_a_head
@@ -246,9 +248,9 @@ def _values(variant: Variant) -> int:
 
 
 def _tiled_trips(variant: Variant, head_dim: int, keys: int, n_splits: int) -> int:
-    a_tile, group, heads = attention_tile_keys(variant), variant.workgroup[0], ATTENTION_HEADS_A_LOAD
+    a_tile, group, heads = variant.define("KEYS"), variant.workgroup[0], variant.define("HEADS")
     shares = group // (heads * variant.define("DIM_MAX") // _values(variant))
-    weighers, loads = 16, 2
+    weighers, loads = 16, 4
     # Every unrolled loop is counted as if it were not.
     a_score = head_dim // _values(variant) * (1 + 4 * ceil_div(heads * a_tile, group))
     per_tile = 5 * loads + a_score + 2 * a_tile // weighers + weighers + ceil_div(a_tile, shares) * 9 + 8
@@ -277,10 +279,6 @@ def _groups(variant: Variant, n_heads: int, n_kv_heads: int, n_rows: int) -> tup
     if variant.source == "attention_prefill.hlsl":
         return n_heads, ceil_div(n_rows, ATTENTION_QUERIES)
     if variant.source in ("attention_decode.hlsl", "attention_tiled.hlsl"):
-        return _bundles(n_heads, n_kv_heads), n_rows
+        a_load = variant.define("HEADS") if is_tiled(variant) else ATTENTION_HEADS_A_LOAD
+        return n_kv_heads * ceil_div(n_heads // n_kv_heads, a_load), n_rows
     return n_heads, n_rows
-
-
-def _bundles(n_heads: int, n_kv_heads: int) -> int:
-    """Of query heads that share a KV head, at most ATTENTION_HEADS_A_LOAD in each."""
-    return n_kv_heads * ceil_div(n_heads // n_kv_heads, ATTENTION_HEADS_A_LOAD)

@@ -29,9 +29,6 @@ BAD_TOKEN = 0xFFFF_FFFF  # in the ring of chosen tokens: the logits held NaN or 
 FLAG_NOT_FINITE = 1
 
 
-MAX_SUBGROUPS = 32  # in a workgroup of full subgroups: the smallest limit among drivers (lavapipe)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowState:
     """One row of a step, as it lies in the state buffer (`STATE_BYTES` bytes)."""
@@ -179,7 +176,12 @@ class KernelSet:
         """Whether the device can run a variant, and nobody forbade it."""
         variant, info = variants()[variant_id], self.device.info
         lanes = math.prod(variant.workgroup)
-        if "subgroup_arithmetic" in variant.needs and lanes > MAX_SUBGROUPS * info.subgroup_size_default:
+        size = self._subgroup_size(variant)
+        if (
+            size is not None
+            and info.max_workgroup_subgroups is not None
+            and lanes > size * info.max_workgroup_subgroups
+        ):
             return False
         if variant.subgroup_size is not None and variant.subgroup_size != info.subgroup_size_default:
             within = info.subgroup_size_min <= variant.subgroup_size <= info.subgroup_size_max
@@ -212,12 +214,15 @@ class KernelSet:
         with self._lock:
             if variant.id not in self._kernels:
                 code = shaders.load(variant.id)
-                info = self.device.info
-                if code.subgroup_size is None and "subgroup_arithmetic" in variant.needs:
-                    # A set of lanes is made of whole waves: naming a size asks for full ones.
-                    code = dataclasses.replace(code, subgroup_size=info.subgroup_size_default)
+                code = dataclasses.replace(code, subgroup_size=self._subgroup_size(variant))
                 self._kernels[variant.id] = self.device.create_kernel(code)
             return self._kernels[variant.id]
+
+    def _subgroup_size(self, variant: Variant) -> int | None:
+        """The size that the kernel names; None where it may be any. Naming one asks for whole waves."""
+        if variant.subgroup_size is None and variant.uses_waves:
+            return self.device.info.subgroup_size_default
+        return variant.subgroup_size
 
     def release(self) -> None:
         """Give every kernel back; may be called twice."""

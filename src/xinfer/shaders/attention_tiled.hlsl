@@ -1,5 +1,6 @@
 // Causal attention of T query rows over the paged cache, for few rows: one (row, KV head, split) a workgroup, up to
-// HEADS query heads of which share every load of K and V. head_dim: a multiple of 8 to DIM_MAX.
+// HEADS query heads of which share every load of K and V. head_dim: a multiple of 8 to DIM_MAX. With few keys the chain of
+// what a lane does is what takes time: then few heads a workgroup, and more workgroups; the loops are unrolled for it.
 //
 // Online softmax over tiles of KEYS keys. A tile's keys and values pass one after the other through groupshared memory,
 // the next tile's on their way meanwhile. Three phases: a lane makes a key's scores for some heads; WEIGHERS lanes make
@@ -12,11 +13,9 @@
 // (rope), and the row's own k and v join the cache (kv_append) while their splits use them.
 #include "common.hlsli"
 
-#define HEADS 8
 #define PIECES (DIM_MAX / VALUES_PER_LOAD)  // 16-byte loads of a key
-#define LOADS 2                             // of a tile, a lane
-#define KEYS (LOADS * GROUP / PIECES)
-#define MIN_SPLIT KEYS
+#define LOADS (KEYS * PIECES / GROUP)       // of a tile, a lane
+#define MIN_SPLIT 128                       // keys: less is not worth another workgroup, and the putting together
 #include "attention.hlsli"
 
 #define HEADS_A_LANE (HEADS * KEYS > GROUP ? HEADS * KEYS / GROUP : 1)  // in the first phase
@@ -47,7 +46,8 @@ WRITES(float, result, 5);
 SHARED_WRITES(uint4, scratch, 6);  // counts; then (row, head, split): head_dim sums, largest score, sum of weights, 0, 0
 #if TURN
 READS(float2, table, 7);  // (position, head_dim / 2): cos, sin
-groupshared float newest[2 * DIM_MAX];  // the row's turned k, and its v
+#define ROW_WORDS (PIECES * 4)
+groupshared uint newest[2 * ROW_WORDS];  // the row's turned k, and its v, as they go into the cache
 #endif
 
 groupshared uint4 tile_loads[KEYS * TILE_ROW];   // (key, piece) of K, then of V; in the end sums
@@ -71,7 +71,7 @@ struct Job {
     uint lane;
 };
 
-uint n_counters() { return TILED_ROWS_MAX * constants.n_kv_heads * bundles(HEADS); }
+uint n_counters() { return TILED_ROWS_MAX * constants.n_heads; }
 
 // Where a (head, split)'s partial result begins.
 uint part_at(Job job, uint head, uint split) {
@@ -88,21 +88,28 @@ float turned(uint first, uint d, uint position) {
     return d < half_dim ? a * turn.x - b * turn.y : b * turn.x + a * turn.y;
 }
 
-void stage_newest(Job job) {
-    uint d = job.lane % DIM_MAX, part = job.lane / DIM_MAX;
-    if (part > 1 || d >= constants.head_dim) return;
+// One dimension of the row's own k (part 0) or v (part 1).
+float newest_value(Job job, uint part, uint d) {
     uint own = job.row * constants.q_stride + job.kv_head * constants.head_dim;
-    newest[job.lane] =
-        part == 0 ? turned(constants.k_offset + own, d, job.position) : q[constants.v_offset + own + d];
+    return part == 0 ? turned(constants.k_offset + own, d, job.position) : q[constants.v_offset + own + d];
 }
 
-uint4 newest_load(uint first) {
+void stage_newest(Job job) {
+    for (uint i = job.lane; i < 2 * ROW_WORDS; i += GROUP) {
+        uint part = i / ROW_WORDS, d = i % ROW_WORDS * (VALUES_PER_LOAD / 4);
+        if (d < constants.head_dim) {
 #if FORMAT == F16
-    return uint4(pack_f16(newest[first], newest[first + 1]), pack_f16(newest[first + 2], newest[first + 3]),
-                 pack_f16(newest[first + 4], newest[first + 5]), pack_f16(newest[first + 6], newest[first + 7]));
+            newest[i] = pack_f16(newest_value(job, part, d), newest_value(job, part, d + 1));
 #else
-    return uint4(asuint(newest[first]), asuint(newest[first + 1]), asuint(newest[first + 2]), asuint(newest[first + 3]));
+            newest[i] = asuint(newest_value(job, part, d));
 #endif
+        }
+    }
+}
+
+uint4 newest_load(uint part, uint piece) {
+    uint first = part * ROW_WORDS + piece * 4;
+    return uint4(newest[first], newest[first + 1], newest[first + 2], newest[first + 3]);
 }
 #endif
 
@@ -149,7 +156,7 @@ void score_key(Job job, uint n_keys) {
     if (first_head >= HEADS) return;
     float scores[HEADS_A_LANE];
     UNROLL for (uint h0 = 0; h0 < HEADS_A_LANE; h0++) scores[h0] = 0.0;
-    for (uint piece = 0; piece < constants.head_dim / VALUES_PER_LOAD; piece++) {
+    UNROLL for (uint piece = 0; piece < PIECES; piece++) {  // past head_dim: zeros
         float values[VALUES_PER_LOAD];
         unpack_load(tile_loads[key * TILE_ROW + piece], values);
         UNROLL for (uint h = 0; h < HEADS_A_LANE; h++) {
@@ -171,14 +178,14 @@ float largest_of_head(uint lane, float own, float floor_) {
     GroupMemoryBarrierWithGroupSync();
     float found = floor_;
     if (lane < HEADS * WEIGHERS) {
-        for (uint i = 0; i < WEIGHERS; i++) found = max(found, maxima[lane / WEIGHERS * WEIGHERS + i]);
+        UNROLL for (uint i = 0; i < WEIGHERS; i++) found = max(found, maxima[lane / WEIGHERS * WEIGHERS + i]);
     }
     return found;
 }
 
 float total_of_head(uint head) {
     float total = 0.0;
-    for (uint i = 0; i < WEIGHERS; i++) total += maxima[head * WEIGHERS + i];
+    UNROLL for (uint i = 0; i < WEIGHERS; i++) total += maxima[head * WEIGHERS + i];
     return total;
 }
 
@@ -204,10 +211,11 @@ void weigh(uint lane, inout float largest, inout float total) {
 }
 
 // Phase 3: this lane's piece of V over its share of the tile's keys.
-void add_values(uint n_keys, uint lane, inout float sums[VALUES_PER_LOAD]) {
+void add_values(uint lane, inout float sums[VALUES_PER_LOAD]) {
     uint item = lane % ITEMS, head = item / PIECES, piece = item % PIECES;
     UNROLL for (uint i0 = 0; i0 < VALUES_PER_LOAD; i0++) sums[i0] *= corrections[head];
-    for (uint key = lane / ITEMS; key < n_keys; key += SHARES) {
+    UNROLL for (uint j = 0; j < KEYS / SHARES; j++) {  // past the tile's last key: zeros
+        uint key = lane / ITEMS + j * SHARES;
         float weight = weights[head * WEIGHT_ROW + key], values[VALUES_PER_LOAD];
         unpack_load(tile_loads[key * TILE_ROW + piece], values);
         UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) sums[i] += weight * values[i];
@@ -224,7 +232,7 @@ void add_shares(uint lane, inout float sums[VALUES_PER_LOAD]) {
     }
     GroupMemoryBarrierWithGroupSync();
     if (lane >= ITEMS) return;
-    for (uint share = 1; share < SHARES; share++) {
+    UNROLL for (uint share = 1; share < SHARES; share++) {
         UNROLL for (uint part = 0; part < FOURS; part++) {
             float4 four = asfloat(tile_loads[((share - 1) * ITEMS + lane) * FOURS + part]);
             UNROLL for (uint j = 0; j < 4; j++) sums[4 * part + j] += four[j];
@@ -236,10 +244,10 @@ void add_shares(uint lane, inout float sums[VALUES_PER_LOAD]) {
 void write_item(Job job, bool whole, float sums[VALUES_PER_LOAD]) {
     uint head = job.lane / PIECES, piece = job.lane % PIECES, d = piece * VALUES_PER_LOAD;
     if (job.lane >= ITEMS || head >= job.n_heads || d >= constants.head_dim) return;
-    float total = total_of_head(head);
+    float total = total_of_head(head), scale = 1.0 / total;
     if (whole) {
         uint first = out_at(job.row, job.first_head + head) + d;
-        UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) result[first + i] = sums[i] / total;
+        UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) result[first + i] = sums[i] * scale;
         return;
     }
     uint at = part_at(job, head, job.split);
@@ -265,23 +273,26 @@ bool is_last(Job job, uint n_active) {
 
 // `weights` becomes those of the splits, (head, split), and `maxima` the shares of each head's total.
 void weigh_splits(Job job, uint n_active) {
-    uint head = job.lane / WEIGHERS;
+    for (uint pair = job.lane; pair < job.n_heads * n_active; pair += GROUP) {
+        tile_loads[pair] = scratch[part_at(job, pair / n_active, pair % n_active) + constants.head_dim / 4];
+    }
+    GroupMemoryBarrierWithGroupSync();
+    uint head = job.lane / WEIGHERS, first = head * n_active;
     bool weighs = job.lane < HEADS * WEIGHERS && head < job.n_heads;
-    uint last = constants.head_dim / 4;
     float own = MINUS_INFINITY, total = 0.0;
     if (weighs) {
         for (uint s0 = job.lane % WEIGHERS; s0 < n_active; s0 += WEIGHERS) {
-            own = max(own, asfloat(scratch[part_at(job, head, s0) + last].x));
+            own = max(own, asfloat(tile_loads[first + s0].x));
         }
     }
     float largest = largest_of_head(job.lane, own, MINUS_INFINITY);
     GroupMemoryBarrierWithGroupSync();
     if (weighs) {
         for (uint s1 = job.lane % WEIGHERS; s1 < n_active; s1 += WEIGHERS) {
-            float4 found = asfloat(scratch[part_at(job, head, s1) + last]);
+            float2 found = asfloat(tile_loads[first + s1].xy);
             float factor = exp(found.x - largest);
             total += factor * found.y;
-            weights[head * n_active + s1] = factor;
+            weights[first + s1] = factor;
         }
         maxima[job.lane] = total;
     }
@@ -311,10 +322,10 @@ void combine(Job job, uint n_active) {
     if (share > 0) tile_loads[(share - 1) * COMBINE_ITEMS + item] = asuint(sum);
     GroupMemoryBarrierWithGroupSync();
     if (share > 0 || !used) return;
-    for (uint other = 1; other < COMBINE_SHARES; other++) {
+    UNROLL for (uint other = 1; other < COMBINE_SHARES; other++) {
         sum += asfloat(tile_loads[(other - 1) * COMBINE_ITEMS + item]);
     }
-    sum /= total_of_head(head);
+    sum *= 1.0 / total_of_head(head);
     uint at = out_at(job.row, job.first_head + head) + four_ * 4;
     UNROLL for (uint j = 0; j < 4; j++) result[at + j] = sum[j];
 }
@@ -370,8 +381,8 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
             uint key = (u1 * GROUP + lane) / PIECES, piece = lane % PIECES;
             bool own = key < n_keys && tile + key == job.position;
             if (own && piece < constants.head_dim / VALUES_PER_LOAD) {
-                keys[u1] = newest_load(piece * VALUES_PER_LOAD);
-                values[u1] = newest_load(DIM_MAX + piece * VALUES_PER_LOAD);
+                keys[u1] = newest_load(0, piece);
+                values[u1] = newest_load(1, piece);
                 if (group.y % bundles(HEADS) == 0) {
                     k_cache[at[u1]] = keys[u1];
                     v_cache[at[u1]] = values[u1];
@@ -395,7 +406,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         }
         weigh(lane, largest, total);
         GroupMemoryBarrierWithGroupSync();
-        add_values(n_keys, lane, sums);
+        add_values(lane, sums);
         GroupMemoryBarrierWithGroupSync();  // before the next tile, or the end, overwrites what was read
         n_keys = n_next;
     }

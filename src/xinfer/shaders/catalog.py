@@ -27,6 +27,7 @@ ATTENTION_DIM_MAX = 256
 ATTENTION_SPLITS_MAX = 256
 ATTENTION_HEADS_A_LOAD = 8
 ATTENTION_TILED_SPLITS_MAX = 132  # what its last workgroup has room for
+ATTENTION_TILED_SPLIT_KEYS = 128  # the least that a split has
 ATTENTION_TILED_ROWS_MAX = 16  # that it has counters for
 ATTENTION_QUERIES = 32  # rows of a workgroup of the prefill variants
 
@@ -52,6 +53,11 @@ class Variant:
     needs: frozenset[str] = frozenset()  # names out of DeviceInfo.features
     profile: str = SPIRV_1_3
     subgroup_size: int | None = None  # the one it is written for; None: any
+
+    @property
+    def uses_waves(self) -> bool:
+        """Whether lanes compute with the others of their wave, so that a workgroup must be made of whole waves."""
+        return self.needs >= WAVE_NEEDS
 
     @property
     def n_buffers(self) -> int:
@@ -287,6 +293,22 @@ def _linear_gemv() -> Iterator[Variant]:
             )
 
 
+PREFETCH_LOADS = 8 * 256  # 16-byte loads of a workgroup
+
+
+def _prefetch() -> Iterator[Variant]:
+    yield Variant(
+        id="prefetch.plain",
+        op="prefetch",
+        source="prefetch.hlsl",
+        defines=(("GROUP", 256),),
+        buffers=("w", "sink"),
+        constants=("loads",),
+        workgroup=(256, 1, 1),
+        shared_bytes=0,
+    )
+
+
 def _linear_gemm() -> Iterator[Variant]:
     tiles = (("plain", 32, 32, 16, 4, 4), ("tile64", 64, 64, 16, 4, 4), ("tile128", 128, 128, 16, 8, 8))
     for name, number in FORMATS.items():
@@ -368,11 +390,11 @@ def _attention() -> Iterator[Variant]:
     for name in ("f32", "f16"):
         number = ("FORMAT", FORMATS[name])
         yield _attention_kernel(f"{name}.plain", "plain", (number, ("GROUP", 64)), buffers, 64, 2 * 64)
-        heads, lanes = ATTENTION_HEADS_A_LOAD, 128
-        floats = heads * ATTENTION_DIM_MAX + heads * lanes + lanes + lanes + heads
+        lanes = 128
+        floats = ATTENTION_HEADS_A_LOAD * (ATTENTION_DIM_MAX + lanes + 1) + 2 * lanes
         yield _attention_kernel(f"{name}.decode", "decode", (number, ("GROUP", lanes)), buffers, lanes, floats)
-        for dim_max, turn in itertools.product((64, 128), (0, 1)):
-            yield _attention_tiled(name, dim_max, turn, buffers)
+        for dim_max, (turn, heads) in itertools.product((64, 128), ((0, 8), (1, 8), (1, 2))):
+            yield _attention_tiled(name, dim_max, turn, heads, buffers)
         for dim_max, keys in ((64, 32), (128, 16)):
             rows, defines = ATTENTION_QUERIES, (number, ("DIM_MAX", dim_max), ("KEYS", keys))
             floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
@@ -380,27 +402,19 @@ def _attention() -> Iterator[Variant]:
     yield _attention_kernel("combine", "combine", (("GROUP", 64),), ("partial", "result"), 64, ATTENTION_SPLITS_MAX)
 
 
-def attention_tile_keys(variant: Variant) -> int:
-    """Keys of a tile of attention_tiled, which is also the least that a split of it has."""
-    pieces = variant.define("DIM_MAX") // (4 if variant.define("FORMAT") == FORMATS["f32"] else 8)
-    return 2 * variant.workgroup[0] // pieces
-
-
-def _attention_tiled(name: str, dim_max: int, turn: int, buffers: tuple[str, ...]) -> Variant:
-    lanes, heads, values = 512, ATTENTION_HEADS_A_LOAD, 4 if name == "f32" else 8
-    pieces = dim_max // values
-    keys = 2 * lanes // pieces
+def _attention_tiled(name: str, dim_max: int, turn: int, heads: int, buffers: tuple[str, ...]) -> Variant:
+    lanes = 512 if heads == ATTENTION_HEADS_A_LOAD else 256
+    pieces = dim_max // (4 if name == "f32" else 8)
+    keys = 1024 // pieces  # 16 KiB
     floats = 4 * keys * (pieces + 1) + heads * dim_max + heads * max(keys + 1, ATTENTION_TILED_SPLITS_MAX)
-    floats += heads * 16 + heads + 1 + turn * 2 * dim_max
-    defines = (("FORMAT", FORMATS[name]), ("GROUP", lanes), ("DIM_MAX", dim_max), ("TURN", turn))
-    return _attention_kernel(
-        f"{name}.tiled{dim_max}" + "_turn" * turn,
-        "tiled",
-        defines,
-        (*buffers, "scratch", *(("table",) if turn else ())),
-        lanes,
-        floats,
+    floats += heads * 16 + heads + 1 + turn * 2 * 4 * pieces
+    defines = (
+        *(("FORMAT", FORMATS[name]), ("GROUP", lanes), ("DIM_MAX", dim_max)),
+        *(("HEADS", heads), ("KEYS", keys), ("TURN", turn)),
     )
+    form = f"tiled{dim_max}" + "_turn" * turn + f"{heads}" * (heads != ATTENTION_HEADS_A_LOAD)
+    bound = (*buffers, "scratch", *(("table",) if turn else ()))
+    return _attention_kernel(f"{name}.{form}", "tiled", defines, bound, lanes, floats)
 
 
 def _attention_kernel(
@@ -444,7 +458,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
+        *(_prefetch, _linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}

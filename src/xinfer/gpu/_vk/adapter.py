@@ -232,6 +232,7 @@ class Adapter:
             subgroup_size_default=default,
             max_groups=tuple(self.limits.maxComputeWorkGroupCount),
             max_workgroup_invocations=self.limits.maxComputeWorkGroupInvocations,
+            max_workgroup_subgroups=sizes.maxComputeWorkgroupSubgroups if sizes else None,
             max_shared_bytes=self.limits.maxComputeSharedMemorySize,
             max_storage_range=self.limits.maxStorageBufferRange,
             storage_alignment=self.limits.minStorageBufferOffsetAlignment,
