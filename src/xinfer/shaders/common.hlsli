@@ -13,6 +13,7 @@
 #define SHARED_WRITES(TYPE, NAME, SLOT) WRITES(TYPE, NAME, SLOT)
 #define CONSTANTS(TYPE, NAME) ConstantBuffer<TYPE> NAME : register(b0)
 #define UNROLL [unroll]
+#define LOOP [loop]
 #else
 #define READS(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] StructuredBuffer<TYPE> NAME
 #define WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] RWStructuredBuffer<TYPE> NAME
@@ -20,6 +21,7 @@
 #define SHARED_WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] globallycoherent RWStructuredBuffer<TYPE> NAME
 #define CONSTANTS(TYPE, NAME) [[vk::push_constant]] ConstantBuffer<TYPE> NAME
 #define UNROLL [ForceUnroll]
+#define LOOP
 #endif
 
 #ifndef WAVE

@@ -68,7 +68,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         stage_x(first_m, column, lane);
         stage_w(first_n, column, lane);
         GroupMemoryBarrierWithGroupSync();
-        for (uint k = 0; k < TILE_K; k++) {
+        LOOP for (uint k = 0; k < TILE_K; k++) {
             float a[LANE_M], b[LANE_N];
             UNROLL for (uint m1 = 0; m1 < LANE_M; m1++) a[m1] = x_tile[k * (TILE_M + 1) + lane_m * LANE_M + m1];
             UNROLL for (uint n1 = 0; n1 < LANE_N; n1++) b[n1] = w_tile[k * (TILE_N + 1) + lane_n + n1 * LANES_N];
