@@ -55,9 +55,17 @@ class _Group(TyperGroup):
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        as_json = _spells_json(args)  # the parser takes them away one by one
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            if as_json:
+                print_error("UsageError", error.format_message())  # type: ignore[attr-defined]
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        # Of a command that does not exist, no option is known: --json is what is spelled so.
-        ctx.meta[_WANTS_JSON] = "--json" in args[: args.index("--") if "--" in args else None]
+        ctx.meta[_WANTS_JSON] = _spells_json(args)
         name, _, rest = super().resolve_command(ctx, args)
         return name, with_options(name), rest
 
@@ -100,6 +108,11 @@ def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
     finally:
         ctx.resilient_parsing = False
     return bool(values.get("as_json"))
+
+
+def _spells_json(args: list[str]) -> bool:
+    """The same where no command is known, nor what options there are: --json is what is spelled so."""
+    return "--json" in args[: args.index("--") if "--" in args else None]
 
 
 def _without_type(option: Any) -> Any:
