@@ -21,9 +21,17 @@ LIBFFI = ("libffi.so.8", "libffi.so.7")
 class Runtime(Protocol):
     """What every Direct3D 12 offers beside its COM objects; tests make up their own."""
 
-    name: str
-    windows: bool
-    caller: Caller
+    @property
+    def name(self) -> str:
+        """As it stands in messages, and in the names of cached files."""
+
+    @property
+    def windows(self) -> bool:
+        """Whether it is Windows' own, with DXGI and a debug layer."""
+
+    @property
+    def caller(self) -> Caller:
+        """What calls its objects' methods."""
 
     def call(self, function: str, *arguments: object) -> int:
         """Call an exported function by its name; its answer as an unsigned 64-bit word."""
