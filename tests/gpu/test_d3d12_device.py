@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.gpu import tiny_spirv
-from tests.gpu.conftest import missing
+from tests.gpu.conftest import PYTHONPATH, missing
 from tests.gpu.long_work import start_long_work, start_work
 
 from xinfer import gpu
@@ -62,6 +65,25 @@ def test_it_is_listed_and_never_chosen_by_itself(own_device: D3D12Device) -> Non
         assert gpu.automatic(listed) is None
     with pytest.raises(DeviceError, match=r"no device d3d12:7; there are: .*d3d12:0"):
         gpu.open_device("d3d12:7")
+
+
+def test_the_command_line_answers_as_on_the_cpu(own_device: D3D12Device) -> None:
+    del own_device  # skips where there is none
+    answers = []
+    for selector in ("d3d12", "cpu"):
+        options = ["--max-tokens", "40", "--temperature", "0", "--device", selector, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "xinfer", "generate", "ROMEO:", *options],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([PYTHONPATH, os.environ.get("PYTHONPATH", "")])},
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
+        assert done.returncode == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert answers[0]["token_ids"] == answers[1]["token_ids"]
+    assert answers[0]["text"] == answers[1]["text"]
+    assert len(answers[0]["token_ids"]) == 40
 
 
 def test_no_list_runs_twice_at_once(own_device: D3D12Device) -> None:
