@@ -49,8 +49,8 @@ groupshared float corrections[QUERIES];
 
 void stage_rows(uint first_row, uint head, uint lane) {
     if (lane < QUERIES) {
-        uint at = (first_row + lane) * STATE_WORDS;
         bool real = first_row + lane < constants.n_rows;
+        uint at = (real ? first_row + lane : 0u) * STATE_WORDS;
         positions[lane] = real ? state[at + STATE_POSITION] : UNUSED_ROW;
         sequences[lane] = real ? state[at + STATE_SEQUENCE] : 0u;
     }

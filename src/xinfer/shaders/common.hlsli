@@ -2,6 +2,8 @@
 //
 // The same text passes through Slang (to SPIR-V) and through D3DCompile, shader model 5.1 (define XINFER_D3D): structured
 // buffers of uint, uint4, float or float4 only, no 64-bit integers, no isnan, and wave intrinsics only where WAVE is 1.
+// D3DCompile evaluates both sides of && and ||, and all of a ?:, and nothing checks an index there: what has an effect
+// stands in an if of its own, and an index that is not to be used is made a valid one.
 #ifndef XINFER_COMMON
 #define XINFER_COMMON
 

@@ -39,7 +39,8 @@ void stage_x(uint first_row, uint first_column, uint lane) {
     for (uint i = lane; i < TILE_M * TILE_K; i += GROUP) {
         uint row = first_row + i / TILE_K, column = first_column + i % TILE_K;
         bool inside = row < constants.x_rows && column < constants.columns;
-        x_tile[i % TILE_K * (TILE_M + 1) + i / TILE_K] = inside ? x[constants.x_offset + row * constants.x_stride + column] : 0.0;
+        uint at = inside ? constants.x_offset + row * constants.x_stride + column : 0u;
+        x_tile[i % TILE_K * (TILE_M + 1) + i / TILE_K] = inside ? x[at] : 0.0;
     }
 }
 
@@ -47,8 +48,9 @@ void stage_w(uint first_row, uint first_column, uint lane) {
     const uint loads = TILE_K / VALUES_PER_LOAD;
     for (uint i = lane; i < TILE_N * loads; i += GROUP) {
         uint row = first_row + i / loads, load = first_column / VALUES_PER_LOAD + i % loads;
-        uint4 raw = uint4(0, 0, 0, 0);
-        if (row < constants.rows && load < constants.row_loads) raw = w[row * constants.row_loads + load];
+        bool inside = row < constants.rows && load < constants.row_loads;
+        uint4 raw = w[inside ? row * constants.row_loads + load : 0u];
+        if (!inside) raw = uint4(0, 0, 0, 0);
         float values[VALUES_PER_LOAD];
         unpack_load(raw, values);
         UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) w_tile[(i % loads * VALUES_PER_LOAD + j) * (TILE_N + 1) + i / loads] = values[j];

@@ -83,7 +83,8 @@ groupshared float parts[SETS * PARTS_MAX * SUMS_PER_PART];
     {                                                                                         \
         UNROLL for (uint q = 0; q < VALUES_PER_LOAD; q++) {                                   \
             uint column = (LOAD) * VALUES_PER_LOAD + q;                                       \
-            VALUES[q] = column < constants.columns ? SOURCE[(BASE) + column] : 0.0;           \
+            float value = SOURCE[(BASE) + min(column, constants.columns - 1u)];               \
+            VALUES[q] = column < constants.columns ? value : 0.0;                             \
         }                                                                                     \
     }
 #endif
