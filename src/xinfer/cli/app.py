@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from xinfer._version import __version__
 from xinfer.cli.chat import chat
 from xinfer.cli.devices import devices
+from xinfer.cli.doctor import doctor
 from xinfer.cli.explain import explain
 from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
@@ -20,10 +21,11 @@ from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
 from xinfer.cli.status import INTERNAL, INTERRUPTED
 from xinfer.cli.synth import synth
+from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, synth)
 
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
