@@ -26,7 +26,8 @@ from xinfer.gpu.api import Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PYTHONPATH = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tools")))  # of processes that tests start
+# Of processes that tests start.
+PYTHONPATH = os.pathsep.join([*map(str, (ROOT / "src", ROOT, ROOT / "tools")), os.environ.get("PYTHONPATH", "")])
 BETWEEN_SUBMISSIONS = "VALIDATION_CHECK_ENABLE_SYNCHRONIZATION_VALIDATION_QUEUE_SUBMIT"
 VALIDATION = os.environ.get("XINFER_TEST_VALIDATION", "1") != "0"
 

@@ -74,7 +74,7 @@ def test_the_command_line_answers_as_on_the_cpu(own_device: D3D12Device) -> None
         options = ["--max-tokens", "40", "--temperature", "0", "--device", selector, "--json"]
         done = subprocess.run(
             [sys.executable, "-m", "xinfer", "generate", "ROMEO:", *options],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([PYTHONPATH, os.environ.get("PYTHONPATH", "")])},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
             capture_output=True,
             text=True,
             timeout=600,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import CheckpointFactory
+from tests.gpu.conftest import PYTHONPATH
 
 import build_shaders
 from xinfer import LLM, gpu
@@ -283,7 +284,7 @@ def test_ctrl_c(shared_device: Device, checkpoint: CheckpointFactory, phase: str
     folder = checkpoint("f16")
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", INTERRUPTED, phase, str(folder), selector(shared_device)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -27,8 +27,8 @@ from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 OpenVulkan = Callable[..., VulkanDevice]
 
 
-def test_what_a_device_says_of_itself(device: Device) -> None:
-    info = device.info
+def test_what_a_device_says_of_itself(open_vulkan: OpenVulkan) -> None:
+    info = open_vulkan().info
     assert info.api == "vulkan"
     assert info.name
     assert info.driver
