@@ -364,21 +364,14 @@ def tunings(model: QwenModel, context: int, *, linear: bool) -> Iterator[tuple[s
     for form, n in itertools.product(("turn2", "turn"), splits):
         name = f"attention.f16.tiled{size}_{form}"
         yield f"attn {form}/{n}", functools.partial(_with, variants={"attn": name}, n_splits=n)
-    for beside, megabytes in (("attn", (4, 8, 12, 16, 24, 32)), ("qkv", (2, 6, 12)), ("o", (4, 8, 16))):
-        for n in megabytes:
-            yield f"prefetch {beside} {n} MB", functools.partial(_with, prefetch={beside: n << 20})
     if linear:
         for op, names in linear_candidates(model).items():
             for name in names:
                 yield f"{op} {name}", functools.partial(_with, variants={op: name})
 
 
-def _with(tuning: Tuning, *, variants: Any = None, n_splits: int | None = None, prefetch: Any = None) -> Tuning:
-    return Tuning(
-        variants={**tuning.variants, **(variants or {})},
-        n_splits=n_splits or tuning.n_splits,
-        prefetch={**tuning.prefetch, **(prefetch or {})},
-    )
+def _with(tuning: Tuning, *, variants: dict[str, str], n_splits: int | None = None) -> Tuning:
+    return Tuning(variants={**tuning.variants, **variants}, n_splits=n_splits or tuning.n_splits)
 
 
 def tune(model: QwenModel, context: int, deadline: Deadline, *, start: Tuning, linear: bool) -> dict[str, Any]:
