@@ -22,8 +22,15 @@ PATIENCE = 0.5  # seconds of silence before a bar appears
 _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "load": (DownloadColumn(), TransferSpeedColumn()),  # bytes
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
+    "verify": (MofNCompleteColumn(), TextColumn("passes")),
+    "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }
-_TITLES = {"load": "loading weights", "prefill": "reading the prompt"}
+_TITLES = {
+    "load": "loading weights",
+    "prefill": "reading the prompt",
+    "verify": "comparing with the reference",
+    "doctor": "trying kernels",
+}
 
 
 class Bars:

@@ -195,7 +195,8 @@ def test_plain_is_always_a_candidate_and_quarantine_is_honoured(bench: Bench) ->
     case = Case((1, 16, 64), "f16")
     x, w = bench.put_rows(case.x), bench.put_matrix(case.w, "f16")
     assert gemv_candidates(w, x)[-1] == "linear_gemv.f16.plain"
-    assert gemm_candidates(w, 100)[-1] == "linear_gemm.f16.plain"
+    assert gemm_candidates(w, 100) == [f"linear_gemm.f16.{tile}" for tile in ("tile64", "plain", "tile128")]
+    assert gemm_candidates(w, 17)[0] == "linear_gemm.f16.plain"
     fast = [name for name in gemv_candidates(w, x) if not name.endswith("plain")]
     with ops.KernelSet(bench.device, quarantine=fast) as kernels:
         assert kernels.first_usable(gemv_candidates(w, x)).id == "linear_gemv.f16.plain"

@@ -14,7 +14,7 @@ CHOSEN = " or ".join(
     (
         "rms_norm",
         "argmax",
-        "gemv and f16 and (wave or plain) and not l256",  # 64 subgroups of 4 are more than the driver takes
+        "gemv and f16 and (wave or plain) and not l256 and not l128r2",  # 64 subgroups of 4: more than the driver takes
         "gemm and f16 and plain",
         "lengths and f16 and (plain or one_pass or prefill64)",
     )

@@ -133,6 +133,8 @@ def test_a_bias_given_twice_is_wrong_usage() -> None:
         ("inspect", "--context", "x", "--json"),
         ("explain", "--json"),
         ("nope", "--json"),
+        ("--nope", "--json"),
+        ("--json", "devices"),
     ],
 )
 def test_wrong_usage_is_json_where_json_was_asked_for(arguments: Sequence[str]) -> None:
@@ -175,6 +177,13 @@ def test_an_error_ends_a_stream_of_lines_on_a_line_of_its_own(folder: Path) -> N
 def test_explain_does_not_take_a_model_for_a_message(arguments: Sequence[str], says: str) -> None:
     message = json.loads(run("explain", *arguments, "--json", status=2).stdout)["error"]["message"]
     assert says in message
+
+
+def test_a_file_in_a_folder_is_no_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talks").mkdir()
+    (tmp_path / "talks" / "first.json").write_text('[{"role": "user", "content": "Who goes there?"}]')
+    monkeypatch.chdir(tmp_path)
+    assert "Who goes there?" in run("explain", "talks/first.json").stdout
 
 
 def test_explain_takes_a_folder_for_the_model_it_is(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Who may import whom, where ctypes may appear, and what `import xinfer` leaves alone. CONTRIBUTING draws the rule."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,22 @@ ALLOWED = {
     "__main__": {"cli"},
     "_version": set(),
     "errors": set(),
-    "cli": {"_version", "gpu", "hub", "inspection", "llm", "model", "progress", "sampling"},
+    "cli": {
+        "_version",
+        "doctor",
+        "gpu",
+        "hub",
+        "inspection",
+        "llm",
+        "model",
+        "progress",
+        "quarantine",
+        "sampling",
+        "verify",
+    },
+    "doctor": {"_version", "gpu", "ops", "quarantine", "shaders", "trials"},
+    "verify": {"_version", "gpu", "gpu_model", "kv_cache", "model", "ops", "quarantine", "trials"},
+    "trials": {"gpu", "model", "ops", "shaders"},
     "inspection": {"checkpoint", "gpu", "model"},
     "llm": {
         "checkpoint",
@@ -60,6 +76,9 @@ THIRD_PARTY = {
     "gpu": {"numpy"},
     "gpu_model": {"ml_dtypes", "numpy"},
     "kv_cache": {"numpy"},
+    "doctor": {"numpy"},
+    "trials": {"ml_dtypes", "numpy"},
+    "verify": {"numpy"},
     "sampling": {"numpy"},
     "tokenizer": {"numpy", "tokenizers"},
     "tokenizer_files": {"tokenizers"},
@@ -107,6 +126,18 @@ def test_imports_follow_the_direction_rule(path: Path) -> None:
             assert top in THIRD_PARTY.get(here, set()), f"{path.name} imports {top}"
         assert top != "ctypes" or here == "gpu", "ctypes belongs to gpu"
         assert top not in {"pickle", "torch", "transformers", "shelve", "marshal", "dill"}, f"{path.name} imports {top}"
+
+
+def test_contributing_draws_the_rule() -> None:
+    text = (SOURCE.parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = [line.partition("->") for line in text.splitlines() if re.match(r"\w+ +-> ", line)]
+    drawn = {name.strip(): {target.strip() for target in targets.split(",")} for name, _, targets in rows}
+    leaves = {name for name, targets in ALLOWED.items() if not targets}
+    private = {"__init__", "__main__", "_version"}
+    assert drawn == {name: targets - private for name, targets in ALLOWED.items() if name not in leaves | private}
+    places = {name: row for row, name in enumerate(drawn)}
+    for name, targets in drawn.items():  # no arrow leads up, so that there is no circle
+        assert all(places[name] < places.get(target, len(drawn)) for target in targets), name
 
 
 def test_every_rule_names_a_module_that_exists() -> None:

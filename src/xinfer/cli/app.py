@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 from xinfer._version import __version__
 from xinfer.cli.chat import chat
 from xinfer.cli.devices import devices
+from xinfer.cli.doctor import doctor
 from xinfer.cli.explain import explain
 from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
@@ -20,10 +21,11 @@ from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
 from xinfer.cli.status import INTERNAL, INTERRUPTED
 from xinfer.cli.synth import synth
+from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, synth)
 
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
@@ -55,9 +57,17 @@ class _Group(TyperGroup):
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        as_json = _spells_json(args)  # the parser takes them away one by one
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            if as_json:
+                print_error("UsageError", error.format_message())  # type: ignore[attr-defined]
+            raise
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        # Of a command that does not exist, no option is known: --json is what is spelled so.
-        ctx.meta[_WANTS_JSON] = "--json" in args[: args.index("--") if "--" in args else None]
+        ctx.meta[_WANTS_JSON] = _spells_json(args)
         name, _, rest = super().resolve_command(ctx, args)
         return name, with_options(name), rest
 
@@ -100,6 +110,11 @@ def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
     finally:
         ctx.resilient_parsing = False
     return bool(values.get("as_json"))
+
+
+def _spells_json(args: list[str]) -> bool:
+    """The same where no command is known, nor what options there are: --json is what is spelled so."""
+    return "--json" in args[: args.index("--") if "--" in args else None]
 
 
 def _without_type(option: Any) -> Any:

@@ -53,7 +53,7 @@ def _refuse_model(only: str) -> None:
     """A lone argument is the messages; where it is called like a model, the messages were forgotten."""
     from xinfer.hub import is_model_name
 
-    if is_model_name(only):
+    if is_model_name(only) and not only.endswith(".json"):
         raise typer.BadParameter(
             f"{only!r} is a model, and the messages are missing: xinfer explain {only} 'Who goes there?' "
             f"(if it is the message itself: xinfer explain demo {only})"

@@ -97,6 +97,11 @@ class QwenModel:
             loaded.release()
             raise
 
+    @property
+    def steps(self) -> Steps:
+        """What it runs, for those who look at single ops (`xinfer verify`)."""
+        return self._steps
+
     def make_cache(self, capacity: int) -> KVCache:
         """An empty cache for at most `capacity` tokens."""
         return self.pool.make_cache(capacity)

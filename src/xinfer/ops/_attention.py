@@ -72,6 +72,8 @@ def plan_attention(
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else _busy_groups(chosen, n_rows)
     least = ATTENTION_TILED_SPLIT_KEYS if is_tiled(chosen) else BLOCK_TOKENS
     most = ATTENTION_TILED_SPLITS_MAX if is_tiled(chosen) else ATTENTION_SPLITS_MAX
+    if not is_tiled(chosen) and not on.kernels.usable("attention.combine"):
+        most = 1  # nothing is there to put splits together
     if n_splits is None:
         # More than the tiled kernels' most are not faster even where they make fewer workgroups.
         n_splits = min(max(busy // groups, 1), ceil_div(max_keys, least), ATTENTION_TILED_SPLITS_MAX)

@@ -188,13 +188,15 @@ def gemv_trips(variant_id: str, *, columns: int) -> int:
 
 
 def gemm_candidates(w: Matrix, x_rows: int) -> list[str]:
-    """Variants of a GEMM, best first: tiles as large as still make enough workgroups."""
-    order = ["plain"]
+    """Variants of a GEMM, best first: tiles as large as still make enough workgroups, then what is right but slower."""
+    order, slower = ["plain"], []
     if w.format != "f32":
         for tile, size in (("tile64", 64), ("tile128", 128)):
             if ceil_div(w.rows, size) * ceil_div(x_rows, size) >= (1 if size == 64 else 128) and x_rows > size // 2:
                 order.insert(0, tile)
-    return [f"linear_gemm.{w.format}.{tile}" for tile in order]
+            else:
+                slower.append(tile)
+    return [f"linear_gemm.{w.format}.{tile}" for tile in (*order, *slower)]
 
 
 def gemm_trips(variant_id: str, *, columns: int) -> int:

@@ -1,0 +1,166 @@
+"""Trials of products with weights: plain, with the norm or the gate fused in, and on matrix cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xinfer import ops
+from xinfer.ops import PackedRows, Recorder, Rows
+from xinfer.shaders.catalog import FORMATS, LOAD_BYTES, Variant, variants
+from xinfer.trials import expected
+from xinfer.trials.base import Check
+from xinfer.trials.bench import DTYPES, Bench
+from xinfer.trials.expected import Weights
+from xinfer.trials.judge import Array, Expected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTrial:
+    """x (T, columns) times w (rows, columns), values that the format has, in one of the forms that the network uses.
+
+    `norm` (weight, eps) normalizes x first; `up`, a second matrix, makes it silu(x @ w^T) * (x @ up^T); `bias` (rows,)
+    and `before` (T, rows), the residual, are added.
+    """
+
+    x: Array
+    w: NDArray[Any]
+    format: ops.Format
+    bias: Array | None = None
+    before: Array | None = None
+    norm: tuple[Array, float] | None = None
+    up: NDArray[Any] | None = None
+
+    @property
+    def op(self) -> str:
+        """What stands for this form in reports."""
+        parts = ["norm"] * (self.norm is not None) + ["linear" if self.up is None else "gate_up"]
+        return "_".join(parts)
+
+    @property
+    def shape(self) -> str:
+        """Its sizes."""
+        return f"{self.x.shape[0]} x {self.x.shape[1]} by {self.w.shape[0]} {self.format}"
+
+    def fits(self, variant: Variant) -> bool:
+        """Of GEMV and GEMM, those whose form, format and room fit."""
+        defines = dict(variant.defines)
+        if defines.get("FORMAT") != FORMATS[self.format]:
+            return False
+        fused = (bool(defines.get("NORM")), bool(defines.get("SWIGLU")))
+        if fused != (self.norm is not None, self.up is not None):
+            return False
+        if variant.op == "linear_gemv":
+            whole = self.x.shape[1] % (LOAD_BYTES // DTYPES[self.format].itemsize) == 0
+            return len(self.x) <= defines["T_MAX"] and (whole or not defines["VECTOR_X"])
+        # Without SPLIT a matrix-core product has f16's precision by design, and the network does not use it.
+        return variant.op == "linear_gemm" and not any(fused)
+
+    def run(self, bench: Bench, variant: str) -> list[Check]:
+        """Against the reference's functions on the same weights."""
+        chosen = variants()[variant]
+        bias = None if self.bias is None else bench.put(self.bias)
+        out = bench.out(len(self.x), len(self.w), fill=self.before)
+        if "halves" in chosen.buffers:
+            return self._run_packed(bench, chosen, bias, out.rows(), out.read)
+        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format)
+        up = None if self.up is None else bench.put_matrix(self.up, self.format)
+        norm = None if self.norm is None else (bench.put(self.norm[0]), self.norm[1])
+        named: dict[str, Any] = {"label": "trial", "variant": variant}
+
+        def record(on: Recorder) -> None:
+            if up is not None:
+                ops.gate_up(on, x, w, up, out.rows(), norm=norm, **named)
+            elif norm is not None:
+                ops.norm_linear(on, x, norm[0], w, out.rows(), eps=norm[1], bias=bias, **named)
+            else:
+                ops.linear(on, x, w, out.rows(), bias=bias, accumulate=self.before is not None, **named)
+
+        bench.run(record)
+        return [Check(variant, "product", out.read(), self.expected())]
+
+    def expected(self) -> Expected:
+        """What the reference makes of it."""
+        w = Weights(self.w.astype(np.float32))
+        if self.up is not None:
+            return expected.gate_up(self.x, w, Weights(self.up.astype(np.float32)), norm=self.norm)
+        if self.norm is not None:
+            return expected.norm_linear(self.x, self.norm[0], w, eps=self.norm[1], bias=self.bias)
+        return expected.linear(self.x, w, bias=self.bias, before=self.before)
+
+    def _run_packed(self, bench: Bench, variant: Variant, bias: Any, out: Rows, read: Any) -> list[Check]:
+        """On matrix cores: the product is judged by what was packed, as pack_rows has a trial of its own."""
+        n, width = self.x.shape
+        exact = bool(variant.define("SPLIT"))
+        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format)
+        place = bench.out(ops.packed_bytes(n, width) // 4)
+        packed = PackedRows(place.place, n, width)
+
+        def record(on: Recorder) -> None:
+            ops.pack_rows(on, x, packed, label="pack")
+            on.recording.barrier()
+            options: dict[str, Any] = {"exact": exact, "label": "trial", "variant": variant.id}
+            ops.linear_packed(on, packed, w, out, bias=bias, accumulate=self.before is not None, **options)
+
+        bench.run(record)
+        given = unpack(place.read(), packed, exact=exact)
+        wanted = expected.linear(given, Weights(self.w.astype(np.float32)), bias=self.bias, before=self.before)
+        return [Check(variant.id, "product", read(), wanted)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackTrial:
+    """x (T, width) as two f16 halves and a scale a row."""
+
+    x: Array
+    op: str = "pack_rows"
+
+    @property
+    def shape(self) -> str:
+        """Its sizes."""
+        return f"{self.x.shape[0]} x {self.x.shape[1]}"
+
+    def fits(self, variant: Variant) -> bool:
+        """All of them."""
+        return variant.op == "pack_rows"
+
+    def run(self, bench: Bench, variant: str) -> list[Check]:
+        """The halves' sum must be x, to 22 bits of a row's largest value; padding is 0."""
+        x, place = bench.put_rows(self.x), bench.out(ops.packed_bytes(*self.x.shape) // 4)
+        packed = PackedRows(place.place, *self.x.shape)
+        bench.run(lambda on: ops.pack_rows(on, x, packed, label="trial", variant=variant))
+        return check_packed(variant, self.x, place.read(), packed)
+
+
+def check_packed(variant: str, x: Array, words: Array, packed: PackedRows) -> list[Check]:
+    """Checks of packed rows, as `unpack` takes them."""
+    scales, high, low = _parts(words, packed)
+    n, width = x.shape
+    whole = (high + low) * scales[:, np.newaxis]
+    largest = np.abs(x).max(axis=1) / np.where(scales[:n] == 0, 1, scales[:n])
+    # A row's largest value lies in 2,048 to 4,096 scales, unless it is next to nothing.
+    scaled = np.where(np.abs(x).max(axis=1) > 1e-30, largest, 2048).astype(np.float32)
+    padding = np.concatenate([high[:n, width:].ravel(), low[:n, width:].ravel(), high[n:].ravel(), low[n:].ravel()])
+    return [
+        Check(variant, "halves", whole[:n, :width].astype(np.float32), expected.packed(x, scales[:n])),
+        Check(variant, "scales", scaled, Expected(np.full(n, 3072, np.float32), np.full(n, 1024, np.float32))),
+        Check(variant, "padding", padding, expected.exact(np.zeros_like(padding))),
+    ]
+
+
+def unpack(words: Array, packed: PackedRows, *, exact: bool) -> Array:
+    """The activations (T, width) that packed rows stand for; without `exact`, by their high halves alone."""
+    scales, high, low = _parts(words, packed)
+    total = high + low if exact else high
+    return np.asarray((total * scales[:, np.newaxis])[: packed.n, : packed.width], np.float32)
+
+
+def _parts(words: Array, packed: PackedRows) -> tuple[Array, Array, Array]:
+    """Scales (padded,), high and low halves (padded, columns)."""
+    flat = words.reshape(-1)
+    halves = flat[packed.padded :].view(np.float16).astype(np.float32)
+    high, low = halves.reshape(2, packed.padded, -1)
+    return flat[: packed.padded], high, low

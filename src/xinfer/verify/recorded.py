@@ -1,0 +1,149 @@
+"""The recordings that users run, against the ops that they are made of.
+
+Kernels are deterministic: a recording of ops, each of which was judged by itself, gives the same bits as those ops one
+at a time. Where it does not, something between the ops is wrong: a missing barrier, or a driver that reorders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xinfer.gpu_model.forward import download_rows
+from xinfer.gpu_model.steps import LOAD, READ, STEP, Steps
+from xinfer.kv_cache import KVCache
+from xinfer.trials.judge import Array
+from xinfer.verify.findings import Case
+from xinfer.verify.watch import cached_rows
+
+GARBAGE = 0x7E00_7E00  # NaN in f16, and far from everything in float32
+SHORT = 65  # tokens of prompts that are run in both forms
+LIMIT = 1e-4  # relative L2 error of what may be another rounding, which a driver may choose for another pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What a recording made differently from its ops."""
+
+    case: str
+    what: str  # "keys and values of layer 3", "the last layer's output", "logits of step 2", "token of step 2"
+    error: float  # relative L2
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is more than another rounding."""
+        return not self.error <= LIMIT
+
+
+class Replay:
+    """Runs a model's recordings on given prompts and steps."""
+
+    def __init__(self, steps: Steps, cache: KVCache, ids: NDArray[np.int64]) -> None:
+        self._steps = steps
+        self._cache = cache
+        self._ids = ids
+
+    def prompt(
+        self,
+        case: Case,
+        parts: Sequence[tuple[int, NDArray[np.int64]]],
+        x: Array,
+        keys: Sequence[Array],
+        values: Sequence[Array],
+    ) -> list[Difference]:
+        """A prompt by its recordings: one that runs every layer to its end, and one that only fills the cache."""
+        found: list[Difference] = []
+        n_rows = len(parts[-1][1])
+        # They differ in the last layer alone, which a short prompt shows as well.
+        for whole in (True, False) if case.n_prompt <= SHORT else (False,):
+            self._run_chunks(parts, whole=whole)
+            found += self._compare_cache(case, 0, keys, values)
+            if whole:
+                made = download_rows(self._steps.device, self._steps.many.rows("x", n_rows))
+                found += _compare(case, "the last layer's output", made, x[:n_rows])
+        return _distinct(found)
+
+    def steps(
+        self,
+        case: Case,
+        parts: Sequence[tuple[int, NDArray[np.int64]]],
+        logits: Sequence[Array],
+        chosen: Sequence[int],
+        keys: Sequence[Array],
+        values: Sequence[Array],
+    ) -> list[Difference]:
+        """Decode steps by their recording, behind a prompt by its own: its chunks are those of `prompt`."""
+        steps, cache, size = self._steps, self._cache, self._steps.max_rows
+        ends = [(first, self._ids[first : min(first + size, case.n_prompt)]) for first in range(0, case.n_prompt, size)]
+        if cache.ids != self._ids[: case.n_prompt].tolist():  # else it is there from `prompt`
+            self._run_chunks(ends, whole=False)
+        found: list[Difference] = []
+        recording = steps.decode(steps.config.vocab_size)
+        for number, (start, ids) in enumerate(parts):
+            steps.stage_one(int(ids[0]), cache, position=start)
+            steps.wait(steps.submit(recording, (LOAD, STEP, READ)))
+            made = np.frombuffer(steps.logits_back.read(), np.float32)
+            found += _compare(case, f"logits of step {number + 1}", made, logits[number])
+            token = steps.chosen(0)
+            cache.ids.append(int(ids[0]))
+            if token != chosen[number] and not found:
+                found.append(Difference(case=case.name, what=f"token of step {number + 1}", error=float("inf")))
+        return [*self._compare_cache(case, case.n_prompt, keys, values), *found]
+
+    def _run_chunks(self, parts: Sequence[tuple[int, NDArray[np.int64]]], *, whole: bool) -> None:
+        steps, cache = self._steps, self._cache
+        self._wipe_cache()
+        for start, ids in parts:
+            cache.ids[:] = self._ids[:start].tolist()
+            rows = steps.bucket(len(ids))
+            recording = steps.prefill(rows, whole=whole)
+            steps.stage_chunk(ids.tolist(), cache, rows=rows)
+            steps.wait(steps.submit(recording))
+            cache.ids += ids.tolist()
+
+    def _wipe_cache(self) -> None:
+        """Forget what the single ops left there: a recording that writes nothing must not look right."""
+        network, device = self._steps.network(), self._steps.device
+        recording = device.create_recording("wipe the cache")
+        try:
+            recording.barrier()
+            for i in range(self._steps.config.num_hidden_layers):
+                blocks = network.cache(i)
+                recording.fill(blocks.k, GARBAGE)
+                recording.fill(blocks.v, GARBAGE)
+            recording.finish()
+            self._steps.wait(device.submit(recording))
+        finally:
+            recording.release()
+
+    def _compare_cache(
+        self, case: Case, first: int, keys: Sequence[Array], values: Sequence[Array]
+    ) -> list[Difference]:
+        network, found = self._steps.network(), []
+        for i, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
+            made_keys, made_values = cached_rows(network, i, self._cache, first + len(own_keys))
+            made = np.stack([made_keys[first:], made_values[first:]])
+            found += _compare(case, f"keys and values of layer {i}", made, np.stack([own_keys, own_values]))
+        return found
+
+
+def _compare(case: Case, what: str, made: Array, ops: Array) -> list[Difference]:
+    if np.array_equal(made, ops, equal_nan=True):
+        return []
+    both = np.isfinite(ops)
+    norm = float(np.linalg.norm(ops[both])) or 1.0
+    error = float(np.linalg.norm(made[both] - ops[both])) / norm
+    return [Difference(case=case.name, what=what, error=error if np.isfinite(made[both]).all() else float("inf"))]
+
+
+def _distinct(found: list[Difference]) -> list[Difference]:
+    """Each place once, with its largest error."""
+    by_place: dict[str, Difference] = {}
+    for difference in found:
+        kept = by_place.get(difference.what)
+        if kept is None or difference.error > kept.error:
+            by_place[difference.what] = difference
+    return list(by_place.values())

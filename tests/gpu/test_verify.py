@@ -1,0 +1,156 @@
+"""`verify` on a device: every structure is right, weights are read once, recordings that lie are found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.conftest import CheckpointFactory
+from tests.gpu.conftest import missing
+from typer.testing import CliRunner
+
+import build_shaders
+from xinfer import gpu
+from xinfer.cli.app import app
+from xinfer.errors import DeviceError
+from xinfer.gpu_model.forward import Pass
+from xinfer.gpu_model.steps import Steps
+from xinfer.model.weights import ModelWeights
+from xinfer.quarantine import Quarantine
+from xinfer.verify.run import verify
+from xinfer.verify.session import LENGTHS, plan_cases
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _needs_vulkan(_environment: None) -> None:
+    try:
+        gpu.choose_device("vulkan")
+    except DeviceError as error:
+        missing(str(error))
+    build_shaders.build()
+
+
+def run(folder: Path, **options: Any) -> dict[str, Any]:
+    return verify(folder, device="vulkan", **{"n_steps": 2, "longest": 65, **options})
+
+
+@pytest.mark.parametrize("preset", ["odd_sizes", "sliding", "untied", "f16", "wide_heads", "large_k_bias", "yarn"])
+def test_every_structure_is_right(checkpoint: CheckpointFactory, preset: str) -> None:
+    report = run(checkpoint(preset))
+    assert report["right"], report["first"]
+    assert report["recordings"] == []
+    assert 0 < report["worst"]["ratio"] <= 1
+    assert report["debug_layer"]["messages"] == []
+    n_layers = report["model"]["layers"]
+    for case in report["errors"]["by_case"]:
+        assert len(case["layers"]) == n_layers
+        ops = dict(zip(report["errors"]["ops"], case["layers"][n_layers - 1], strict=True))
+        for op in ("qkv", "attn", "o", "swiglu", "down"):
+            assert ops[op] is not None, f"{op} of the last layer was not judged in {case['case']}"
+
+
+def test_weights_of_a_layer_are_read_once(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model larger than RAM can be verified: no layer is kept, none is read again."""
+    reads: Counter[str] = Counter()
+    read = ModelWeights.read
+
+    def counted(self: ModelWeights, name: str) -> Any:
+        reads[name] += 1
+        return read(self, name)
+
+    monkeypatch.setattr(ModelWeights, "read", counted)
+    folder = checkpoint("bf16")  # the device's own loader reads these another way
+    assert run(folder)["right"]
+    layers = {name: count for name, count in reads.items() if ".layers." in name and name.endswith("proj.weight")}
+    assert layers
+    assert set(layers.values()) == {1}
+
+
+def test_a_recording_that_leaves_out_a_layer_is_found(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every op is right by itself; what is recorded is not what they are."""
+    layer = Pass.layer
+
+    def skipping(self: Pass, i: int, *, cache_only: bool = False) -> None:
+        if i != 1 or type(self) is not Pass:
+            layer(self, i, cache_only=cache_only)
+
+    monkeypatch.setattr(Pass, "layer", skipping)
+    report = run(checkpoint("gqa"))
+    assert not report["right"]
+    assert report["first"] is None
+    wrong = [entry for entry in report["recordings"] if entry["wrong"]]
+    assert wrong[0]["what"] == "keys and values of layer 1"
+    assert any(entry["what"].startswith("logits of step") for entry in wrong)
+
+
+def test_a_step_recorded_in_the_wrong_order_is_found(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Steps.record_step
+
+    def early(self: Steps, recording: Any, n_valid: int, **options: Any) -> None:
+        head = Pass.head
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pass, "head", lambda self, logits, first=0: None)
+            record(self, recording, n_valid, **options)  # the argmax comes before its logits
+        head(Pass(self.network(), self.one, 1, recording), self.logits)
+
+    monkeypatch.setattr(Steps, "record_step", early)
+    report = run(checkpoint("gqa"))
+    assert any(entry["what"].startswith("token of step") and entry["wrong"] for entry in report["recordings"])
+
+
+def test_the_command_writes_page_and_json(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    arguments = ["verify", str(checkpoint("one_layer")), "--device", "vulkan", "--tokens", "1", "--html", str(page)]
+    done = CliRunner().invoke(app, [*arguments, "--longest", "17", "--json"])
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert [case["name"] for case in report["cases"]][-1] == "1 steps after 17"
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>")
+    assert text.count("<svg") == 2 + len(report["cases"])  # the legend, the whole, and each case
+    for outside in ("http:", "https:", "src=", "url(", "@import", "<script", "<link"):
+        assert outside not in text
+
+
+def test_what_is_in_quarantine_is_not_verified(checkpoint: CheckpointFactory) -> None:
+    info = gpu.choose_device("vulkan")
+    assert info is not None
+    quarantine = Quarantine()
+    quarantine.add(info, "rms_norm.wave", "wrong")
+    try:
+        report = run(checkpoint("one_layer"), longest=17)
+    finally:
+        quarantine.lift(info, ["rms_norm.wave"])
+    assert report["quarantine"] == ["rms_norm.wave"]
+    used = {name for case in report["errors"]["by_case"] for names in case["variants"].values() for name in names}
+    assert "rms_norm.plain" in used
+    assert "rms_norm.wave" not in used
+
+
+def test_two_devices_are_compared(checkpoint: CheckpointFactory) -> None:
+    report = run(checkpoint("one_layer"), longest=2, n_steps=1, against="vulkan:0")
+    assert report["against"]["right"]
+    assert "are both right" in report["both"]
+
+
+def test_no_gpu_is_an_error_that_names_what_there_is(checkpoint: CheckpointFactory) -> None:
+    if any(info.kind != "cpu" for info in gpu.list_devices()):
+        pytest.skip("there is a GPU")
+    with pytest.raises(DeviceError, match=r"no GPU to verify.*vulkan:0"):
+        verify(checkpoint("one_layer"), device="auto")
+
+
+def test_cases_fit_into_the_context() -> None:
+    for context in (2, 10, 64, 100, 4096):
+        cases = plan_cases(context, 2)
+        assert all(case.n_prompt + case.n_steps <= context for case in cases if case.n_prompt > 1)
+    assert [case.n_prompt for case in plan_cases(4096, 0)] == list(LENGTHS)
+    assert np.all(np.diff([case.n_prompt for case in plan_cases(100, 0)]) > 0)
