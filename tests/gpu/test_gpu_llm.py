@@ -102,6 +102,18 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
     assert chosen == logits.argmax(axis=1).tolist()
 
 
+def test_with_a_float32_cache_the_gpu_writes_what_the_cpu_writes(shared_device: Device) -> None:
+    """200 greedy tokens, text to text, behind a prompt with a near-tie that an f16 cache decides otherwise."""
+    with LLM(demo_folder(), device=SELECTOR, kv_cache="f32") as found, LLM(demo_folder(), device="cpu") as expected:
+        texts = [llm.generate("To be, or not to be", max_tokens=200, **GREEDY).text for llm in (found, expected)]
+    assert texts[0] == texts[1]
+
+
+def test_a_type_of_cache_that_there_is_not_is_refused() -> None:
+    with pytest.raises(RequestError, match="kv_cache='int8'; expected one of f16, f32"):
+        LLM(demo_folder(), device="cpu", kv_cache="int8")  # type: ignore[arg-type]
+
+
 def test_demo_model_through_llm(shared_device: Device) -> None:
     """With the f16 cache that LLM uses; what differs must be as good as a tie for the oracle."""
     folder = demo_folder()

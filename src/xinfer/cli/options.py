@@ -21,6 +21,12 @@ Device = Annotated[
 Context = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Most tokens, prompt and answer.", show_default="the model's")
 ]
+KVCache = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache", metavar="f16|f32", help="A GPU's KV cache; f32 is twice as large, and gives the CPU's tokens."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object to stdout, errors too.")]
 JsonStream = Annotated[
     bool,

@@ -124,11 +124,17 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
         }
 #if T_MAX == 1  // x is on its way together with the weights
         float ahead[LOADS][VALUES_PER_LOAD];
-        UNROLL for (uint a = 0; a < LOADS; a++) READ_X(x, constants.x_offset, min(base + a * lanes, loads - 1), ahead[a]);
 #if NORM
         float scales[LOADS][VALUES_PER_LOAD];
-        UNROLL for (uint b = 0; b < LOADS; b++) READ_X(norm_weight, 0, min(base + b * lanes, loads - 1), scales[b]);
 #endif
+        UNROLL for (uint a = 0; a < LOADS; a++) {
+            if (base + a * lanes < loads) {
+                READ_X(x, constants.x_offset, base + a * lanes, ahead[a]);
+#if NORM
+                READ_X(norm_weight, 0, base + a * lanes, scales[a]);
+#endif
+            }
+        }
 #endif
         UNROLL for (uint v = 0; v < LOADS; v++) {
             uint at = base + v * lanes;
