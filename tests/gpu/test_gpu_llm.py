@@ -104,7 +104,10 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
 
 def test_with_a_float32_cache_the_gpu_writes_what_the_cpu_writes(shared_device: Device) -> None:
     """200 greedy tokens, text to text, behind a prompt with a near-tie that an f16 cache decides otherwise."""
-    with LLM(demo_folder(), device=SELECTOR, kv_cache="f32") as found, LLM(demo_folder(), device="cpu") as expected:
+    with (
+        LLM(demo_folder(), device=selector(shared_device), kv_cache="f32") as found,
+        LLM(demo_folder(), device="cpu") as expected,
+    ):
         texts = [llm.generate("To be, or not to be", max_tokens=200, **GREEDY).text for llm in (found, expected)]
     assert texts[0] == texts[1]
 
