@@ -14,8 +14,9 @@ from typing import Any, Self
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
+from xinfer.errors import RequestError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import KV_TYPES, KVType, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
@@ -153,9 +154,11 @@ class LLM:
         model: a folder in Hugging Face form, a hub name such as "Qwen/Qwen2.5-0.5B-Instruct", or None for the bundled
             demo model.
         device: "auto" (a GPU where there is one, else the CPU), "cpu", "vulkan" (also where only a software driver is),
-            "vulkan:1", or part of an adapter's name.
+            "vulkan:1", "d3d12", or part of an adapter's name.
         context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
             On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
+        kv_cache: type of a GPU's KV cache: "f16", or "f32", which is twice as large and leaves nothing but the order of
+            sums to tell the GPU's answers from the CPU's.
         progress: called with (stage, done, total) while loading and reading long prompts.
     """
 
@@ -165,6 +168,7 @@ class LLM:
         *,
         device: str = "auto",
         context: int | None = None,
+        kv_cache: KVType = "f16",
         progress: Progress | None = None,
     ) -> None:
         started = time.perf_counter()
@@ -174,7 +178,9 @@ class LLM:
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
-        self._loaded = load_model(self.checkpoint.folder, device=device, context=context, progress=progress)
+        self._loaded = load_model(
+            self.checkpoint.folder, device=device, context=context, kv_cache=kv_cache, progress=progress
+        )
         self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
         self.device = self._loaded.device_name
         self.is_software = self._loaded.is_software
@@ -354,7 +360,12 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, device: str = "auto", context: int | None = None, progress: Progress | None = None
+    folder: Path,
+    *,
+    device: str = "auto",
+    context: int | None = None,
+    kv_cache: KVType = "f16",
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """The model of a folder on a device, which the caller closes. See `LLM` for the arguments.
 
@@ -364,6 +375,8 @@ def load_model(
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
+    if kv_cache not in KV_TYPES:
+        raise RequestError(f"kv_cache={kv_cache!r}; expected one of {', '.join(KV_TYPES)}")
     opened = None if device.strip().lower() == CPU else gpu.open_device(device)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
@@ -378,7 +391,8 @@ def load_model(
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
-            model = QwenModel.load(weights, opened, context=context, quarantine=variants, progress=loaded)
+            options: dict[str, Any] = {"context": context, "quarantine": variants, "progress": loaded}
+            model = QwenModel.load(weights, opened, kv_dtype=kv_cache, **options)
         return LoadedModel(model, opened)
     except BaseException:
         opened.close()

@@ -23,6 +23,8 @@ SHAPE = CacheShape(n_layers=3, token_bytes=40, block_tokens=32)  # 1,280 bytes a
 def any_device(request: pytest.FixtureRequest, device: Device) -> Iterator[Device]:
     """The null device shows the bookkeeping, a real one that the bytes are there."""
     if request.param == "real":
+        device.download(warm := device.create_buffer(64))  # staging is made when first needed
+        warm.release()
         yield device
         return
     with NullDevice() as null:

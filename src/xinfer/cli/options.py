@@ -15,11 +15,17 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or h
 Device = Annotated[
     str,
     typer.Option(
-        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, or part of an adapter's name; see xinfer devices."
+        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, d3d12, or part of an adapter's name; see xinfer devices."
     ),
 ]
 Context = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Most tokens, prompt and answer.", show_default="the model's")
+]
+KVCache = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache", metavar="f16|f32", help="A GPU's KV cache; f32 is twice as large, and gives the CPU's tokens."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object to stdout, errors too.")]
 JsonStream = Annotated[

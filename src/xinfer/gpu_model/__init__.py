@@ -4,6 +4,6 @@
 recordings, feeds them and reads what comes out.
 """
 
-from xinfer.gpu_model.model import QwenModel
+from xinfer.gpu_model.model import KV_TYPES, KVType, QwenModel
 
-__all__ = ["QwenModel"]
+__all__ = ["KV_TYPES", "KVType", "QwenModel"]
