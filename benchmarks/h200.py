@@ -478,6 +478,9 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
         result["load_bytes_per_second"].append(rate)
         config = model.config
         result["decode"] = {}
+        warm = Deadline(options.warm_seconds)  # the clocks have fallen while the reference worked
+        while not warm.over:
+            decode(model, options.contexts[0], Deadline(0))
         for context in options.contexts:
             step = decode(model, context, Deadline(options.part_seconds))
             step["bytes"] = bytes_a_token(config, context)
@@ -557,6 +560,7 @@ def main() -> int:
     parser.add_argument("--peer-seconds", type=float, default=200.0, help="time for one of them")
     parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
     parser.add_argument("--tune-seconds", type=float, default=20.0, help="time for one context")
+    parser.add_argument("--warm-seconds", type=float, default=3.0, help="decode so long before anything is measured")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
     parser.add_argument("--json", type=Path)
