@@ -99,12 +99,12 @@ class AttentionTrial:
         return 0 if self.window is None else max(0, self.start - self.window + 1)
 
     def _kernel_that_splits(self, bench: Bench) -> str:
-        """A kernel that leaves splits to be combined: the plainest that the device can run."""
+        """A kernel that leaves splits to be combined: the one that the op would choose, which it judges by itself."""
         names = attention_candidates(_sizes(self.k, self.format), len(self.q))
         usable = [name for name in names if not is_tiled(variants()[name]) and bench.kernels.usable(name)]
         if not usable:
             raise ValueError(f"nothing on {bench.device.info.name} leaves splits for {COMBINE}")
-        return usable[-1]
+        return usable[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
