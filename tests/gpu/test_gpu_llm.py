@@ -300,6 +300,7 @@ def test_ctrl_c(shared_device: Device, checkpoint: CheckpointFactory, phase: str
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", INTERRUPTED, phase, str(folder), selector(shared_device)],
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & may have had it ignored
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
