@@ -169,3 +169,20 @@ def test_cases_fit_into_the_context() -> None:
         assert all(case.n_prompt + case.n_steps <= context for case in cases if case.n_prompt > 1)
     assert [case.n_prompt for case in plan_cases(4096, 0)] == list(LENGTHS)
     assert np.all(np.diff([case.n_prompt for case in plan_cases(100, 0)]) > 0)
+
+
+def test_streamed_layers_are_verified_too(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model larger than the card: its layers come and go while they are looked at."""
+    load = QwenModel.load
+    modes = []
+
+    def streaming(weights: Any, device: Any, **options: Any) -> QwenModel:
+        model = load(weights, device, mode="streaming", **options)
+        modes.append(model.steps.resident)
+        return model
+
+    monkeypatch.setattr(QwenModel, "load", streaming)
+    report = run(checkpoint("deep"), longest=17)
+    assert modes == [False]
+    assert report["right"], report["first"]
+    assert report["recordings"] == []

@@ -228,6 +228,11 @@ class Steps:
         """Whether every layer stays on the device."""
         return not self._weights.split.streamed
 
+    def bring(self, i: int) -> None:
+        """Have layer i on the device for what is submitted next: send it where it is streamed."""
+        if i in self._weights.split.streamed:
+            self._weights.send(i)
+
     def _stream(self, recording: Recording, segments: Sequence[str] | None) -> Ticket:
         """Send each streamed layer, and then submit its segment; those between them go together."""
         together: list[str] = []
@@ -288,8 +293,7 @@ class Steps:
                 chunk.load()
                 chunk.embed()
                 for i in range(self.config.num_hidden_layers):
-                    if i in self._weights.split.streamed:
-                        self._weights.send(i)
+                    self.bring(i)
                     chunk.layer(i)
                 logits = Rows.dense(buffer, rows, self.config.vocab_size)
                 chunk.head(logits, first=n - rows)

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from xinfer.gpu.api import Ticket
 from xinfer.gpu_model.forward import download_rows
 from xinfer.gpu_model.steps import LOAD, READ, STEP, Steps
 from xinfer.kv_cache import KVCache
 from xinfer.trials.judge import Array
 from xinfer.verify.findings import Case
-from xinfer.verify.watch import cached_rows
+from xinfer.verify.watch import cached_rows, patience
 
 GARBAGE = 0x7E00_7E00  # NaN in f16, and far from everything in float32
 SHORT = 65  # tokens of prompts that are run in both forms
@@ -84,7 +85,7 @@ class Replay:
         recording = steps.decode(steps.config.vocab_size)
         for number, (start, ids) in enumerate(parts):
             steps.stage_one(int(ids[0]), cache, position=start)
-            steps.wait(steps.submit(recording, (LOAD, STEP, READ)))
+            self._wait(steps.submit(recording, (LOAD, STEP, READ)))
             made = np.frombuffer(steps.logits_back.read(), np.float32)
             found += _compare(case, f"logits of step {number + 1}", made, logits[number])
             token = steps.chosen(0)
@@ -101,8 +102,11 @@ class Replay:
             rows = steps.bucket(len(ids))
             recording = steps.prefill(rows, whole=whole)
             steps.stage_chunk(ids.tolist(), cache, rows=rows)
-            steps.wait(steps.submit(recording))
+            self._wait(steps.submit(recording))
             cache.ids += ids.tolist()
+
+    def _wait(self, ticket: Ticket) -> None:
+        self._steps.device.wait(ticket, patience(self._steps.device))
 
     def _wipe_cache(self) -> None:
         """Forget what the single ops left there: a recording that writes nothing must not look right."""
@@ -115,7 +119,7 @@ class Replay:
                 recording.fill(blocks.k, GARBAGE)
                 recording.fill(blocks.v, GARBAGE)
             recording.finish()
-            self._steps.wait(device.submit(recording))
+            self._wait(device.submit(recording))
         finally:
             recording.release()
 

@@ -85,6 +85,7 @@ class Session:
         traces = [Trace(case, [self._embed(part, case) for part in self._parts(case)]) for case in self.cases]
         for i in range(self.oracle.config.num_hidden_layers):
             w = self.oracle.layer(i)
+            self._steps.bring(i)
             for trace in traces:
                 self._layer(i, w, trace)
         self._heads(traces)
