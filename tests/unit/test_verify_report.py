@@ -182,7 +182,7 @@ def test_the_page_is_one_well_formed_file_with_a_cell_for_every_number() -> None
     assert "&lt;text&gt;" in page
     pictures = [ET.fromstring("<svg" + part.split("</svg>")[0] + "</svg>") for part in page.split("<svg")[1:]]
     titles = [title.text for title in pictures[1].iter("title")]
-    assert "layer 1, attn: 30 of the tolerance" in titles
+    assert "layer 1, attn: 30" in titles
     assert "layer 0, attn: not run by itself" in titles
     red = [cell for cell in pictures[1].iter("rect") if cell.get("fill") == "#c62f3b"]
     assert len(red) == 1

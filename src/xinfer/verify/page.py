@@ -23,6 +23,7 @@ h1 { font-size: 1.4rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin-t
 .right { border-color: #1b8a5a; } .wrong { border-color: #c62f3b; }
 table { border-collapse: collapse; } td, th { text-align: left; padding: .15rem .9rem .15rem 0; vertical-align: top; }
 th { color: var(--soft); font-weight: 500; } code { font-size: .88em; } .soft { color: var(--soft); }
+rect { width: 60px; height: 13px; rx: 2px; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--ink); } .bad { color: #c62f3b; font-weight: 600; }
 details { margin: .4rem 0; } summary { cursor: pointer; } .scroll { overflow-x: auto; }
 """
@@ -182,11 +183,8 @@ def _worst(values: list[float | None]) -> float | None:
 
 
 def _cell(x: int, y: int, what: str, value: float | None) -> str:
-    said = "not run by itself" if value is None else f"{value:.3g} of the tolerance"
-    return (
-        f'<rect x="{x}" y="{y}" width="{CELL_W - 2}" height="{CELL_H - 2}" rx="2" fill="{_colour(value)}">'
-        f"<title>{escape(what)}: {said}</title></rect>"
-    )
+    said = "not run by itself" if value is None else f"{value:.3g}"
+    return f'<rect x="{x}" y="{y}" fill="{_colour(value)}"><title>{escape(what)}: {said}</title></rect>'
 
 
 def _colour(value: float | None) -> str:
