@@ -7,18 +7,23 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
-from xinfer.gpu.api import Device
+from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model import QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
+from xinfer.recovery import RecoveringModel
 from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
@@ -157,6 +162,11 @@ class LLM:
         context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
             On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
         progress: called with (stage, done, total) while loading and reading long prompts.
+        canary: before any token is given out, compare each layer's output for a known token with the reference's. It
+            finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
+
+    A device that is lost is opened again and the model loaded again; a warning says so, and answers go on as they would
+    have. After the third loss at one op they end in a DeviceLostError.
     """
 
     def __init__(
@@ -166,6 +176,7 @@ class LLM:
         device: str = "auto",
         context: int | None = None,
         progress: Progress | None = None,
+        canary: bool = False,
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = Checkpoint(model)
@@ -174,10 +185,17 @@ class LLM:
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
-        self._loaded = load_model(self.checkpoint.folder, device=device, context=context, progress=progress)
-        self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
-        self.device = self._loaded.device_name
-        self.is_software = self._loaded.is_software
+        folder = self.checkpoint.folder
+
+        def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
+            selector = device if before is None else f"{before.api}:{before.index}"
+            return load_model(folder, device=selector, context=context, progress=progress, mark_ops=mark_ops)
+
+        self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
+        first = self._loaded.loaded
+        self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
+        self.device = first.device_name
+        self.is_software = first.is_software
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -354,17 +372,22 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, device: str = "auto", context: int | None = None, progress: Progress | None = None
+    folder: Path,
+    *,
+    device: str = "auto",
+    context: int | None = None,
+    progress: Progress | None = None,
+    mark_ops: bool = False,
 ) -> LoadedModel:
-    """The model of a folder on a device, which the caller closes. See `LLM` for the arguments.
+    """The model of a folder on a device, which the caller closes. The loss of the device is an error here.
 
-    Kernels that `xinfer doctor` put in quarantine are not used; a warning names them.
+    See `LLM` for the arguments, `gpu.open_device` for `mark_ops`. Kernels that `xinfer doctor` put in quarantine are not used; a warning names them.
 
     Raises:
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
-    opened = None if device.strip().lower() == CPU else gpu.open_device(device)
+    opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
 
@@ -397,6 +420,20 @@ def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:
     except BaseException:
         weights.close()
         raise
+
+
+def known_answer(folder: Path, ids: Sequence[int]) -> list[NDArray[np.float32]]:
+    """What the network makes of the last of `ids` by the reference: each layer's output, and the logits."""
+    outputs: list[NDArray[np.float32]] = []
+    with ModelWeights.open(folder) as weights:
+        names = [f"layers.{i}" for i in range(weights.config.num_hidden_layers)] + ["logits"]
+
+        def tap(name: str, values: NDArray[np.float32]) -> None:
+            if name in names:
+                outputs.append(values[-1].copy())
+
+        ReferenceModel(weights, keep=False).forward(ids, last_only=True, tap=tap)
+    return outputs
 
 
 def _exhaust(stream: Stream) -> Completion:

@@ -20,6 +20,7 @@ def generate(
     model: options.Model = "demo",
     device: options.Device = "auto",
     context: options.Context = None,
+    canary: options.Canary = False,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -53,5 +54,5 @@ def generate(
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
     values = options.sampling_values(ctx)
-    with load(model, device, context, quiet=quiet) as llm:
+    with load(model, device, context, quiet=quiet, canary=canary) as llm:
         print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

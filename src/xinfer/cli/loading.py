@@ -23,11 +23,14 @@ def resolve(model: str) -> Path:
 
 
 @contextmanager
-def load(model: str, device: str, context: int | None, *, quiet: bool = False) -> Iterator[LLM]:
+def load(model: str, device: str, context: int | None, *, quiet: bool = False, canary: bool = False) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
-    with progress_bars(quiet=quiet) as progress, LLM(model, device=device, context=context, progress=progress) as llm:
+    with (
+        progress_bars(quiet=quiet) as progress,
+        LLM(model, device=device, context=context, progress=progress, canary=canary) as llm,
+    ):
         warn_of_software(device, llm.device, is_software=llm.is_software)
         yield llm
 

@@ -60,8 +60,8 @@ def best(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:
 def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -> api.Device | None:
     """Open the adapter that `selector` means; None where "auto" finds no GPU.
 
-    `debug` needs the validation layers. With `mark_ops` the device notes every op that has ended, so that an error about
-    its loss can name the one that has not; it is slower then.
+    `debug` needs the validation layers. With `mark_ops` the device notes every op that has ended, so that an error
+    about its loss can name the one that has not; it is slower then.
 
     Raises DeviceError where there is no such adapter, or it cannot be opened.
     """

@@ -269,17 +269,18 @@ class QwenModel:
         while begin < len(ids):
             chunk = ids[begin : begin + min(self._chunk, steps.max_rows)]
             rows = steps.bucket(len(chunk))
-            started = time.perf_counter()
-            self._run_chunk(chunk, cache, rows=rows)
-            self._adapt(rows, time.perf_counter() - started)
+            self._adapt(rows, self._run_chunk(chunk, cache, rows=rows))
             begin += len(chunk)
 
-    def _run_chunk(self, chunk: list[int], cache: KVCache, *, rows: int) -> None:
+    def _run_chunk(self, chunk: list[int], cache: KVCache, *, rows: int) -> float:
+        """Append a chunk, padded to `rows`; the seconds that the device took."""
         steps = self._steps
         recording = steps.prefill(rows, whole=False)
         steps.stage_chunk(chunk, cache, rows=rows)
+        started = time.perf_counter()
         steps.wait(steps.submit(recording))
         cache.append(chunk, rows=rows)
+        return time.perf_counter() - started
 
     def _adapt(self, rows: int, seconds: float) -> None:
         """Choose the rows of the next chunk by the time that a full one took.

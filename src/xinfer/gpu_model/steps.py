@@ -137,7 +137,7 @@ class Steps:
 
         def record(recording: Recording) -> None:
             recording.segment(LOAD)
-            self._record_load(recording, self.one, 1)
+            self.record_load(recording, self.one, 1)
             recording.segment(STEP)
             self.record_step(recording, n_valid)
             recording.segment(READ)
@@ -174,7 +174,7 @@ class Steps:
         """Chunks of n rows into the cache; `whole` runs the last layer to its end, so that x is the network's."""
 
         def record(recording: Recording) -> None:
-            self._record_load(recording, self.many, n)
+            self.record_load(recording, self.many, n)
             chunk = Pass(self.network(), self.many, n, recording)
             chunk.embed()
             last = self.config.num_hidden_layers - 1
@@ -268,7 +268,8 @@ class Steps:
             buffer.release()
         return made
 
-    def _record_load(self, recording: Recording, space: Workspace, n: int) -> None:
+    def record_load(self, recording: Recording, space: Workspace, n: int) -> None:
+        """Take the states of n rows from where the host has staged them."""
         recording.barrier()
         recording.copy(*space.states(n))
         recording.barrier()
