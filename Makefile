@@ -10,10 +10,10 @@ TORCH  := $(VENV)/.compare
 export OPENBLAS_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vulkan demo test check compare soak clean
+.PHONY: help setup vulkan headers demo test test-d3d12 check compare soak clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(READY)  ## make the virtual environment (the other targets do it by themselves)
 
@@ -35,10 +35,21 @@ vulkan:
 	  /usr/share/vulkan/explicit_layer.d/VkLayer_khronos_validation.json >/dev/null 2>&1 \
 	  || ./scripts/apt-install mesa-vulkan-drivers libvulkan1 vulkan-validationlayers || true
 
-test: $(READY) vulkan  ## the whole test suite, but for what needs torch (compare) or long (soak)
+# The C headers that the bindings are compared with.
+HEADERS := /usr/include/vulkan/vulkan_core.h /usr/include/directx/d3d12.h /usr/share/mingw-w64/include/dxgi1_4.h
+headers:
+	@ls $(HEADERS) >/dev/null 2>&1 || ./scripts/apt-install libvulkan-dev directx-headers-dev mingw-w64-common || true
+
+test: $(READY) vulkan headers  ## the whole test suite, but for what needs torch (compare) or long (soak)
 	$(PY) -m pytest -m 'not soak'
 
-check: $(READY)  ## format, lint, types and unit tests
+# In a Debian folder of its own, which scripts/vkd3d-env makes once: vkd3d's HLSL compiler has to be a new one.
+test-d3d12: $(READY)  ## what runs on Direct3D 12, through vkd3d (needs root or sudo; the first time takes minutes)
+	$(PY) tools/build_shaders.py
+	XINFER_REQUIRE_GPU=1 XINFER_TEST_BACKENDS=d3d12 PYTHON=$(PY) ./scripts/vkd3d-env \
+	  python3 -m pytest -p no:cacheprovider -m 'not soak' -k d3d12 tests/gpu tests/test_forward_parity.py
+
+check: $(READY) headers  ## format, lint, types and unit tests
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
@@ -56,4 +67,5 @@ soak: $(READY) vulkan  ## what takes long: whole fuzzing and endurance counts
 	$(PY) -m pytest -m soak --timeout=0
 
 clean:  ## remove what was made here
+	[ ! -d .cache/vkd3d ] || ./scripts/vkd3d-env --remove
 	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache

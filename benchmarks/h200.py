@@ -166,10 +166,10 @@ def repeated(measure: Callable[[], float], *, times: int, deadline: Deadline) ->
 
 
 def bandwidths(device: Device) -> dict[str, float]:
-    """Bytes read and written a second within device memory that no cache holds: the driver's copy, and a kernel's.
+    """Bytes a second of device memory that no cache holds: read and written by the driver's copy, read by a kernel.
 
-    The kernel is `add`: two floats read and one written. It is what steps are measured by: the driver may copy with an
-    engine that is slower than its multiprocessors.
+    The kernel is a GEMV of one large matrix. It is what steps are measured by: the driver may copy with an engine that
+    is slower than its multiprocessors.
     """
     size = min(2 << 30, device.info.max_storage_range, device.memory().free // 3) // (1 << 16) * (1 << 16)
     buffers = [device.create_buffer(size, "device", "bandwidth") for _ in range(2)]
@@ -177,19 +177,21 @@ def bandwidths(device: Device) -> dict[str, float]:
     for buffer in buffers:
         for start in range(0, size, noise.nbytes):
             device.upload(buffer[start : min(start + noise.nbytes, size)], noise.view(np.uint8).data[: size - start])
-    width = 1 << 14
-    x, y = (ops.Rows.dense(buffer, size // 4 // width, width) for buffer in buffers)
+    columns = 1 << 13
+    rows = size // (2 * columns)
+    part = ops.MatrixSlice(buffers[0], 0, rows)
+    w = ops.Matrix(rows=rows, columns=columns, format="f16", row_stride=2 * columns, slices=(part,))
+    x = ops.Rows.dense(buffers[1], 1, columns)
+    y = ops.Rows(place=buffers[1], n=1, width=rows, stride=rows, offset=columns)
     found: dict[str, float] = {}
     with ops.KernelSet(device) as kernels:
-        for name, moved in (("copy", 2 * size), ("kernel", 3 * size)):
+        for name, moved in (("copy", 2 * size), ("kernel", size)):
             recording = device.create_recording(name)
             recording.timestamp("begin")
             if name == "copy":
                 recording.copy(*buffers)
             else:
-                for first in range(0, x.n, 32768):
-                    n = min(32768, x.n - first)
-                    ops.add(ops.Recorder(recording, kernels), x.rows(first, n), y.rows(first, n), label="add")
+                ops.linear(ops.Recorder(recording, kernels), x, w, y, label="read")
             recording.barrier()
             recording.timestamp("end")
             recording.finish()
@@ -364,21 +366,14 @@ def tunings(model: QwenModel, context: int, *, linear: bool) -> Iterator[tuple[s
     for form, n in itertools.product(("turn2", "turn"), splits):
         name = f"attention.f16.tiled{size}_{form}"
         yield f"attn {form}/{n}", functools.partial(_with, variants={"attn": name}, n_splits=n)
-    for beside, megabytes in (("attn", (4, 8, 12, 16, 24, 32)), ("qkv", (2, 6, 12)), ("o", (4, 8, 16))):
-        for n in megabytes:
-            yield f"prefetch {beside} {n} MB", functools.partial(_with, prefetch={beside: n << 20})
     if linear:
         for op, names in linear_candidates(model).items():
             for name in names:
                 yield f"{op} {name}", functools.partial(_with, variants={op: name})
 
 
-def _with(tuning: Tuning, *, variants: Any = None, n_splits: int | None = None, prefetch: Any = None) -> Tuning:
-    return Tuning(
-        variants={**tuning.variants, **(variants or {})},
-        n_splits=n_splits or tuning.n_splits,
-        prefetch={**tuning.prefetch, **(prefetch or {})},
-    )
+def _with(tuning: Tuning, *, variants: dict[str, str], n_splits: int | None = None) -> Tuning:
+    return Tuning(variants={**tuning.variants, **variants}, n_splits=n_splits or tuning.n_splits)
 
 
 def tune(model: QwenModel, context: int, deadline: Deadline, *, start: Tuning, linear: bool) -> dict[str, Any]:
@@ -483,6 +478,9 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
         result["load_bytes_per_second"].append(rate)
         config = model.config
         result["decode"] = {}
+        warm = Deadline(options.warm_seconds)  # the clocks have fallen while the reference worked
+        while not warm.over:
+            decode(model, options.contexts[0], Deadline(0))
         for context in options.contexts:
             step = decode(model, context, Deadline(options.part_seconds))
             step["bytes"] = bytes_a_token(config, context)
@@ -562,6 +560,7 @@ def main() -> int:
     parser.add_argument("--peer-seconds", type=float, default=200.0, help="time for one of them")
     parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
     parser.add_argument("--tune-seconds", type=float, default=20.0, help="time for one context")
+    parser.add_argument("--warm-seconds", type=float, default=3.0, help="decode so long before anything is measured")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])
     parser.add_argument("--json", type=Path)
@@ -576,7 +575,7 @@ def main() -> int:
         results["device"] = f"{device.info.name}, {device.info.driver} {device.info.driver_version}"
         results["bytes_per_second"] = rates = bandwidths(device)
         shown = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
-        print(f"{results['device']}: device memory, read and written: {shown}", flush=True)
+        print(f"{results['device']}: device memory: {shown}", flush=True)
         for size in arguments.sizes.split(","):
             folder = Path(tempfile.mkdtemp(prefix="xinfer-", dir=base))
             try:

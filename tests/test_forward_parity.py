@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.conftest import CheckpointFactory
-from tests.gpu.conftest import VALIDATION, missing, no_messages
+from tests.gpu.conftest import BACKENDS, VALIDATION, missing, no_messages
 
 import build_shaders
 from xinfer import gpu
@@ -41,13 +41,14 @@ LIMIT = 1e-4
 N_TOKENS = 70  # more than two blocks of the cache, and than a tile of any kernel
 
 
-@pytest.fixture(scope="module")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
+@pytest.fixture(scope="module", params=BACKENDS)
+def device(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Device]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        cache = os.environ.get("XINFER_TEST_CACHE") or str(tmp_path_factory.mktemp("cache"))
+        patch.setenv("XDG_CACHE_HOME", cache)
         build_shaders.build()
         try:
-            opened = gpu.open_device(os.environ.get("XINFER_TEST_DEVICE", "vulkan"), debug=VALIDATION)
+            opened = gpu.open_device(request.param, debug=VALIDATION)
         except DeviceError as error:
             missing(str(error))
             raise

@@ -151,7 +151,7 @@ def render_explanation(report: dict[str, Any]) -> str:
 def list_adapters() -> dict[str, Any]:
     """Every adapter, best first, the one that "auto" takes, and why a graphics API shows no GPU."""
     found = gpu.list_devices()
-    chosen = gpu.best([info for info in found if info.kind in gpu.BY_PREFERENCE])
+    chosen = gpu.automatic(found)
     devices = [
         {
             "selector": f"{info.api}:{info.index}",
@@ -171,7 +171,9 @@ def render_adapters(report: dict[str, Any]) -> str:
     """`list_adapters`' report for people."""
     parts = []
     for device in report["devices"]:
-        kind = "software, used only when asked for" if device["kind"] == "cpu" else device["kind"]
+        kind = "software" if device["kind"] == "cpu" else device["kind"]
+        if kind == "software" or device["emulated"]:
+            kind += ", used only when asked for"
         subgroups = f"{device['subgroup_size_min']} to {device['subgroup_size_max']}"
         rows = [
             ("adapter", f"{device['name']} ({kind})"),

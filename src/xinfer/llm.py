@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
+from xinfer.errors import RequestError
 from xinfer.gpu.api import Device, DeviceInfo
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import KV_TYPES, KVType, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
@@ -158,9 +159,11 @@ class LLM:
         model: a folder in Hugging Face form, a hub name such as "Qwen/Qwen2.5-0.5B-Instruct", or None for the bundled
             demo model.
         device: "auto" (a GPU where there is one, else the CPU), "cpu", "vulkan" (also where only a software driver is),
-            "vulkan:1", or part of an adapter's name.
+            "vulkan:1", "d3d12", or part of an adapter's name.
         context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
             On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
+        kv_cache: type of a GPU's KV cache: "f16", or "f32", which is twice as large and leaves nothing but the order of
+            sums to tell the GPU's answers from the CPU's.
         progress: called with (stage, done, total) while loading and reading long prompts.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
@@ -175,6 +178,7 @@ class LLM:
         *,
         device: str = "auto",
         context: int | None = None,
+        kv_cache: KVType = "f16",
         progress: Progress | None = None,
         canary: bool = False,
     ) -> None:
@@ -186,10 +190,11 @@ class LLM:
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
         folder = self.checkpoint.folder
+        options: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "progress": progress}
 
         def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
             selector = device if before is None else f"{before.api}:{before.index}"
-            return load_model(folder, device=selector, context=context, progress=progress, mark_ops=mark_ops)
+            return load_model(folder, device=selector, mark_ops=mark_ops, **options)
 
         self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
         first = self._loaded.loaded
@@ -376,17 +381,21 @@ def load_model(
     *,
     device: str = "auto",
     context: int | None = None,
+    kv_cache: KVType = "f16",
     progress: Progress | None = None,
     mark_ops: bool = False,
 ) -> LoadedModel:
     """The model of a folder on a device, which the caller closes. The loss of the device is an error here.
 
-    See `LLM` for the arguments, `gpu.open_device` for `mark_ops`. Kernels that `xinfer doctor` put in quarantine are not used; a warning names them.
+    See `LLM` for the arguments, `gpu.open_device` for `mark_ops`. Kernels in quarantine are not used; a warning
+    names them.
 
     Raises:
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
+    if kv_cache not in KV_TYPES:
+        raise RequestError(f"kv_cache={kv_cache!r}; expected one of {', '.join(KV_TYPES)}")
     opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
@@ -401,7 +410,8 @@ def load_model(
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
-            model = QwenModel.load(weights, opened, context=context, quarantine=variants, progress=loaded)
+            options: dict[str, Any] = {"context": context, "quarantine": variants, "progress": loaded}
+            model = QwenModel.load(weights, opened, kv_dtype=kv_cache, **options)
         return LoadedModel(model, opened)
     except BaseException:
         opened.close()

@@ -13,6 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import closing, suppress
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -200,8 +201,7 @@ class RecoveringModel(Generic[L]):
             kept = 0 if cache is None else cache.length
             while True:
                 try:
-                    model = self._ready()
-                    return self._checked(lambda: work(model))
+                    return self._checked(partial(work, self._ready()))
                 except DeviceLostError as error:
                     if cache is not None:
                         cache.truncate(min(kept, cache.length))

@@ -1,7 +1,9 @@
 """Devices for the tests: the same tests on every backend, with validation on and not one message.
 
 A driver that is missing skips visibly; with XINFER_REQUIRE_GPU=1 it fails. XINFER_TEST_VALIDATION=0 goes without the
-validation layers, for machines that have none. XINFER_TEST_DEVICE picks an adapter in place of the backend's best.
+validation layers, for machines that have none. The backends are Vulkan and, where it can be loaded, Direct3D 12;
+XINFER_TEST_BACKENDS names others ("d3d12"), and XINFER_TEST_DEVICE one adapter ("vulkan:1"). XINFER_TEST_CACHE is where
+compiled kernels are kept from run to run.
 """
 
 from __future__ import annotations
@@ -19,14 +21,29 @@ from tests.gpu.op_bench import Bench
 import build_shaders
 from xinfer import gpu, ops
 from xinfer.errors import DeviceError
+from xinfer.gpu._d3d12.runtime import load_runtime
 from xinfer.gpu.api import Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PYTHONPATH = os.pathsep.join(map(str, (ROOT / "src", ROOT, ROOT / "tools")))  # of processes that tests start
-BACKENDS = ["vulkan"]
+# Of processes that tests start.
+PYTHONPATH = os.pathsep.join([*map(str, (ROOT / "src", ROOT, ROOT / "tools")), os.environ.get("PYTHONPATH", "")])
 BETWEEN_SUBMISSIONS = "VALIDATION_CHECK_ENABLE_SYNCHRONIZATION_VALIDATION_QUEUE_SUBMIT"
 VALIDATION = os.environ.get("XINFER_TEST_VALIDATION", "1") != "0"
+
+
+def _backends() -> list[str]:
+    named = os.environ.get("XINFER_TEST_DEVICE") or os.environ.get("XINFER_TEST_BACKENDS")
+    if named:
+        return named.split(",")
+    try:
+        load_runtime()
+    except DeviceError:
+        return ["vulkan"]
+    return ["vulkan", "d3d12"]
+
+
+BACKENDS = _backends()  # selectors, one for each device that the tests run on
 
 
 def missing(reason: str) -> None:
@@ -51,7 +68,7 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if all(info.kind == "cpu" for info in gpu.list_devices()):
             patch.setenv("VK_LAYER_ENABLES", BETWEEN_SUBMISSIONS)
-        folder = str(tmp_path_factory.mktemp("cache"))
+        folder = os.environ.get("XINFER_TEST_CACHE") or str(tmp_path_factory.mktemp("cache"))
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setenv("LOCALAPPDATA", folder)
         yield
@@ -60,9 +77,8 @@ def _environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", params=BACKENDS)
 def shared_device(request: pytest.FixtureRequest, _environment: None) -> Iterator[Device]:
     """One device of each backend for the whole run."""
-    selector = os.environ.get("XINFER_TEST_DEVICE", request.param)
     try:
-        device = gpu.open_device(selector, debug=VALIDATION)
+        device = gpu.open_device(request.param, debug=VALIDATION)
     except DeviceError as error:
         missing(str(error))
         raise

@@ -6,13 +6,12 @@ from typing import Any
 
 from tests.gpu import tiny_spirv
 
-from xinfer.gpu.api import Ticket
-from xinfer.gpu.vulkan import VulkanDevice
+from xinfer.gpu.api import Device, Ticket
 
 SOFTWARE_TRIPS = 20_000  # software drivers cut off loops that are longer than some 60,000
 
 
-def start_work(device: VulkanDevice, groups: int, trips: int) -> tuple[Ticket, list[Any]]:
+def start_work(device: Device, groups: int, trips: int) -> tuple[Ticket, list[Any]]:
     """Submit `groups` workgroups whose invocations take `trips` steps; the ticket, and what is to be released."""
     kernel, buffer = device.create_kernel(tiny_spirv.spin()), device.create_buffer(256 * groups)
     recording = device.create_recording("long work")
@@ -24,7 +23,7 @@ def start_work(device: VulkanDevice, groups: int, trips: int) -> tuple[Ticket, l
     return device.submit(recording), [recording, kernel, buffer]
 
 
-def start_long_work(device: VulkanDevice, seconds: float = 1.0) -> tuple[Ticket, list[Any]]:
+def start_long_work(device: Device, seconds: float = 1.0) -> tuple[Ticket, list[Any]]:
     """Submit work that takes about so long, as far as a first try tells."""
     groups, trips = 200, SOFTWARE_TRIPS
     for _ in range(2):  # the first time also compiles the kernel

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.conftest import CheckpointFactory
+from tests.gpu.conftest import PYTHONPATH
 
 import build_shaders
 from xinfer import LLM, gpu
@@ -27,7 +28,6 @@ from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
 
 ROOT = Path(__file__).resolve().parents[2]
-SELECTOR = os.environ.get("XINFER_TEST_DEVICE", "vulkan")
 GREEDY: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.0, "ignore_eos": True}
 TINY = SyntheticSpec(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, dtype="float16")
 
@@ -36,7 +36,7 @@ TINY = SyntheticSpec(hidden_size=32, intermediate_size=48, num_hidden_layers=1, 
 def llm(shared_device: Device, checkpoint: CheckpointFactory) -> Iterator[LLM]:
     """On a device of its own; `shared_device` skips or fails where there is none."""
     build_shaders.build()
-    with LLM(checkpoint("f16"), device=SELECTOR) as made:
+    with LLM(checkpoint("f16"), device=selector(shared_device)) as made:
         yield made
 
 
@@ -44,6 +44,11 @@ def llm(shared_device: Device, checkpoint: CheckpointFactory) -> Iterator[LLM]:
 def cpu_llm(checkpoint: CheckpointFactory) -> Iterator[LLM]:
     with LLM(checkpoint("f16"), device="cpu") as made:
         yield made
+
+
+def selector(device: Device) -> str:
+    """What opens the same adapter once more."""
+    return f"{device.info.api}:{device.info.index}"
 
 
 def demo_folder() -> Path:
@@ -57,11 +62,11 @@ def demo_folder() -> Path:
 
 
 @pytest.mark.parametrize("prompt", ["the harbour", "x", "Fourteen boats. " * 12])
-def test_greedy_text_is_the_cpus(llm: LLM, cpu_llm: LLM, prompt: str) -> None:
+def test_greedy_text_is_the_cpus(llm: LLM, cpu_llm: LLM, shared_device: Device, prompt: str) -> None:
     found, expected = (one.generate(prompt, max_tokens=80, **GREEDY) for one in (llm, cpu_llm))
     assert found.token_ids == expected.token_ids
     assert found.text == expected.text
-    assert found.stats.device.startswith("vulkan:")
+    assert found.stats.device.startswith(selector(shared_device))
     assert expected.stats.device == "cpu"
 
 
@@ -97,10 +102,25 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
     assert chosen == logits.argmax(axis=1).tolist()
 
 
+def test_with_a_float32_cache_the_gpu_writes_what_the_cpu_writes(shared_device: Device) -> None:
+    """200 greedy tokens, text to text, behind a prompt with a near-tie that an f16 cache decides otherwise."""
+    with (
+        LLM(demo_folder(), device=selector(shared_device), kv_cache="f32") as found,
+        LLM(demo_folder(), device="cpu") as expected,
+    ):
+        texts = [llm.generate("To be, or not to be", max_tokens=200, **GREEDY).text for llm in (found, expected)]
+    assert texts[0] == texts[1]
+
+
+def test_a_type_of_cache_that_there_is_not_is_refused() -> None:
+    with pytest.raises(RequestError, match="kv_cache='int8'; expected one of f16, f32"):
+        LLM(demo_folder(), device="cpu", kv_cache="int8")  # type: ignore[arg-type]
+
+
 def test_demo_model_through_llm(shared_device: Device) -> None:
     """With the f16 cache that LLM uses; what differs must be as good as a tie for the oracle."""
     folder = demo_folder()
-    with LLM(folder, device=SELECTOR) as llm:
+    with LLM(folder, device=selector(shared_device)) as llm:
         answer = llm.generate("To be, or not to be", max_tokens=80, **GREEDY)
     with ModelWeights.open(folder) as weights:
         ids = [*answer.prompt_token_ids, *answer.token_ids]
@@ -135,7 +155,7 @@ def test_a_stop_id_ends_an_answer_with_steps_in_flight(llm: LLM) -> None:
 
 def test_the_contexts_end(shared_device: Device, checkpoint: CheckpointFactory) -> None:
     build_shaders.build()
-    with LLM(checkpoint("f16"), device=SELECTOR, context=12) as llm:
+    with LLM(checkpoint("f16"), device=selector(shared_device), context=12) as llm:
         answer = llm.generate(list(range(5, 13)), **GREEDY)
         assert (len(answer.token_ids), answer.finish_reason) == (4, "context")
         with pytest.raises(ContextLengthError, match="12 tokens and the context holds 12"):
@@ -163,7 +183,7 @@ def test_a_bad_number_is_an_error_that_names_its_op(shared_device: Device, own_c
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 3] = np.inf
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with LLM(folder, device=SELECTOR) as llm:
+    with LLM(folder, device=selector(shared_device)) as llm:
         for values in (GREEDY, {"seed": 1}):
             with pytest.raises(NumericalError, match="op down of layer 1"):
                 llm.generate("the sea", max_tokens=3, **values)
@@ -193,7 +213,7 @@ def test_a_device_is_selected_by_api_index_or_name(shared_device: Device, checkp
 
 
 def test_a_closed_model_says_so(shared_device: Device, checkpoint: CheckpointFactory) -> None:
-    llm = LLM(checkpoint("f16"), device=SELECTOR)
+    llm = LLM(checkpoint("f16"), device=selector(shared_device))
     stream = llm.stream("x", max_tokens=20, **GREEDY)
     next(stream)
     llm.close()
@@ -278,8 +298,9 @@ def test_ctrl_c(shared_device: Device, checkpoint: CheckpointFactory, phase: str
     build_shaders.build()
     folder = checkpoint("f16")
     process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", INTERRUPTED, phase, str(folder), SELECTOR],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        [sys.executable, "-W", "error", "-c", INTERRUPTED, phase, str(folder), selector(shared_device)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's & may have had it ignored
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -304,9 +325,9 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def endure(folder: Path, n_calls: int) -> None:
+def endure(shared_device: Device, folder: Path, n_calls: int) -> None:
     """Calls on one model: native objects stay, memory too, but for what the allocator keeps (1 MiB a 1,000 calls)."""
-    with LLM(folder, device=SELECTOR, context=200) as llm:
+    with LLM(folder, device=selector(shared_device), context=200) as llm:
         device = llm._loaded.device
         assert device is not None
         expected = {n: llm.generate([5, 6, 7 + n], max_tokens=4, **GREEDY).token_ids for n in range(5)}
@@ -329,11 +350,11 @@ def endure(folder: Path, n_calls: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_many_calls_leave_nothing(shared_device: Device, checkpoint: CheckpointFactory) -> None:
     build_shaders.build()
-    endure(checkpoint(TINY), 300)
+    endure(shared_device, checkpoint(TINY), 300)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 def test_ten_thousand_calls_leave_nothing(shared_device: Device, checkpoint: CheckpointFactory) -> None:
     build_shaders.build()
-    endure(checkpoint(TINY), 10_000)
+    endure(shared_device, checkpoint(TINY), 10_000)

@@ -47,7 +47,10 @@ def _shaders(device: Device) -> Iterator[None]:
 
 
 # What the device makes when first needed and keeps: staging, its command buffers, shared layouts.
-STAGING = {"VkBuffer", "VkDeviceMemory", "VkCommandPool", "VkDescriptorSetLayout", "VkPipelineLayout"}
+STAGING = {
+    *("VkBuffer", "VkDeviceMemory", "VkCommandPool", "VkDescriptorSetLayout", "VkPipelineLayout"),
+    *("ID3D12Resource", "ID3D12CommandAllocator", "ID3D12GraphicsCommandList", "ID3D12RootSignature"),
+}
 
 
 @contextmanager

@@ -169,7 +169,8 @@ def test_chosen_variant(bench: Bench, x_rows: int, columns: int) -> None:
 def test_vocabulary_needs_two_dimensions(bench: Bench) -> None:
     """151,936 rows: more workgroups than one dimension holds, with a row a workgroup."""
     shape = (1, 151_936, 8)
-    check(bench, shape, "f16", variant="linear_gemv.f16.t1.l128r1.wave")
+    wave = "linear_gemv.f16.t1.l128r1.wave"
+    check(bench, shape, "f16", variant=wave if bench.kernels.usable(wave) else wave.removesuffix(".wave"))
     check(bench, shape, "f16")
 
 
@@ -183,11 +184,11 @@ def test_rule_of_the_layout() -> None:
     assert gemv_layout(3584, 3584 // 8, 1) == (64, 2)  # 7B o: more of them
     assert gemv_layout(1152, 896 // 8, 1, norm=True) == (64, 1)  # 0.5B qkv
     assert gemv_layout(2048, 1536 // 8, 1, norm=True) == (64, 2)  # 1.5B qkv
-    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (64, 2)  # 7B qkv
+    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (64, 4)  # 7B qkv
     assert gemv_layout(4864, 896 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 0.5B gate and up
     assert gemv_layout(37_888 // 2, 3584 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 7B gate and up
-    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (32, 2)  # 0.5B head: many rows
-    assert gemv_layout(152_064, 3584 // 8, 1, norm=True) == (32, 2)  # 7B head
+    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (64, 4)  # 0.5B head: many rows
+    assert gemv_layout(152_064, 3584 // 8, 1, norm=True) == (64, 4)  # 7B head
     assert gemv_layout(151_936, 896 // 8, 4) == (32, 2)
 
 

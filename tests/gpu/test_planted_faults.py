@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault("NaN", TWO, "qkv", "value = total_of(set, n_parts, t, r);", "value = asfloat(0x7fc00000u);"),
     Fault("gate and up exchanged", STEP, "swiglu", "silu(value) * up", "silu(up) * value"),
-    Fault("splits weighed alike", SOME, "attn", "exp(weights[s2] - largest)", "1.0", only="combine"),
+    Fault("splits not divided by their weights", SOME, "attn", "1.0 / total", "1.0", only="combine"),
 ]
 
 

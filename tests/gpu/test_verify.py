@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 import build_shaders
 from xinfer import gpu
 from xinfer.cli.app import app
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceError, NumericalError
+from xinfer.gpu_model import QwenModel
 from xinfer.gpu_model.forward import Pass
 from xinfer.gpu_model.steps import Steps
 from xinfer.model.weights import ModelWeights
@@ -118,6 +119,20 @@ def test_the_command_writes_page_and_json(checkpoint: CheckpointFactory, tmp_pat
     assert text.count("<svg") == 2 + len(report["cases"])  # the legend, the whole, and each case
     for outside in ("http:", "https:", "src=", "url(", "@import", "<script", "<link"):
         assert outside not in text
+
+
+def test_steps_that_fail_before_anything_is_judged_do_not_end_it(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens of the steps come from the engine's own queue, which gives up where logits are not finite."""
+
+    def fail(self: QwenModel, *_: Any, **__: Any) -> Any:
+        raise NumericalError("not finite")
+
+    monkeypatch.setattr(QwenModel, "greedy", fail)
+    assert run(checkpoint("one_layer"))["right"]
+    monkeypatch.setattr(QwenModel, "extend", fail)
+    assert run(checkpoint("one_layer"))["right"]
 
 
 def test_what_is_in_quarantine_is_not_verified(checkpoint: CheckpointFactory) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._checks import format_bytes
 from xinfer.gpu._vk.adapter import Heap, MemoryType
-from xinfer.gpu._vk.memory import CACHED, COHERENT, LOCAL, VISIBLE, Allocator, format_bytes
+from xinfer.gpu._vk.memory import CACHED, COHERENT, LOCAL, VISIBLE, Allocator
 from xinfer.gpu.api import BufferKind
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 

@@ -17,7 +17,7 @@ from tests.gpu import tiny_spirv
 
 from xinfer import gpu
 from xinfer.errors import DeviceError
-from xinfer.gpu import _probe, native, null, vulkan
+from xinfer.gpu import _disk, _probe, native, null, vulkan
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk import cache
 from xinfer.gpu._vk.instance import Instance
@@ -27,8 +27,8 @@ from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 OpenVulkan = Callable[..., VulkanDevice]
 
 
-def test_what_a_device_says_of_itself(device: Device) -> None:
-    info = device.info
+def test_what_a_device_says_of_itself(open_vulkan: OpenVulkan) -> None:
+    info = open_vulkan().info
     assert info.api == "vulkan"
     assert info.name
     assert info.driver
@@ -278,7 +278,7 @@ def test_pipelines_are_kept_on_disk(open_vulkan: OpenVulkan, cache_home: Path) -
     assert cache_files(cache_home) == []  # nothing was made
     assert use_kernel(open_vulkan) == b""
     (file,) = cache_files(cache_home)
-    assert file.parent == cache.cache_folder()
+    assert file.parent == _disk.cache_folder("pipelines")
     data = file.read_bytes()[len(cache.MAGIC) + 32 :]
     assert use_kernel(open_vulkan) == data
     assert cache_files(cache_home) == [file]
@@ -347,10 +347,10 @@ def test_the_cache_folder_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HOME", "/h")
     for platform, folder in (("linux", "/x"), ("win32", "/l"), ("darwin", "/h/Library/Caches")):
         monkeypatch.setattr("sys.platform", platform)
-        assert cache.cache_folder() == Path(folder) / "xinfer" / "pipelines"
+        assert _disk.cache_folder("pipelines") == Path(folder) / "xinfer" / "pipelines"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("sys.platform", "linux")
-    assert cache.cache_folder() == Path("/h/.cache/xinfer/pipelines")
+    assert _disk.cache_folder("pipelines") == Path("/h/.cache/xinfer/pipelines")
 
 
 def test_cache_files_are_private(open_vulkan: OpenVulkan, cache_home: Path) -> None:

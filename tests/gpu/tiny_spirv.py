@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from xinfer.gpu.api import KernelCode
+from xinfer.gpu.api import HlslSource, KernelCode
 
 WIDTH = 64
 SHADER, GROUP_NON_UNIFORM = 1, 61
@@ -188,6 +188,17 @@ class Assembler:
         return variable
 
 
+def hlsl(name: str, buffers: str, constants: str, body: str) -> HlslSource:
+    """The same as HLSL, for Direct3D 12: `i` is the invocation."""
+    declared = "".join(f"RWStructuredBuffer<uint> {n} : register(u{i});\n" for i, n in enumerate(buffers.split()))
+    members = "".join(f"uint {constant}; " for constant in constants.split())
+    text = (
+        f"struct Constants {{ {members}}};\nConstantBuffer<Constants> c : register(b0);\n{declared}"
+        f"[numthreads({WIDTH}, 1, 1)]\nvoid main(uint3 id : SV_DispatchThreadID) {{ uint i = id.x; {body} }}\n"
+    )
+    return HlslSource(name=f"{name}.hlsl", text=text)
+
+
 def axpy() -> KernelCode:
     """y[i] += a * x[i] for i < n. Buffers x, y; constants n, a."""
     asm = Assembler(2, 2)
@@ -198,7 +209,10 @@ def axpy() -> KernelCode:
         asm.store(1, i, asm.result(128, asm.uint, product, asm.load(1, i)))
 
     asm.when(asm.result(176, asm.bool, i, asm.push(0)), body)
-    return KernelCode(id="test.axpy", spirv=asm.assemble(), n_buffers=2, n_constants=2, workgroup=(WIDTH, 1, 1))
+    source = hlsl("axpy", "x y", "n a", "if (i < c.n) y[i] += c.a * x[i];")
+    return KernelCode(
+        id="test.axpy", spirv=asm.assemble(), hlsl=source, n_buffers=2, n_constants=2, workgroup=(WIDTH, 1, 1)
+    )
 
 
 def spin() -> KernelCode:
@@ -213,7 +227,15 @@ def spin() -> KernelCode:
         return asm.result(128, asm.uint, product, asm.constant(1013904223))
 
     asm.store(0, asm.invocation, asm.repeat(asm.push(0), asm.invocation, step))
-    return KernelCode(id="test.spin", spirv=asm.assemble(), n_buffers=1, n_constants=1, workgroup=(WIDTH, 1, 1))
+    body = "uint v = i; for (uint k = 0; k < c.n; k++) v = v * 1664525u + 1013904223u; y[i] = v;"
+    return KernelCode(
+        id="test.spin",
+        spirv=asm.assemble(),
+        hlsl=hlsl("spin", "y", "n", body),
+        n_buffers=1,
+        n_constants=1,
+        workgroup=(WIDTH, 1, 1),
+    )
 
 
 def subgroup_size(required: int | None = None) -> KernelCode:

@@ -5,6 +5,7 @@ The checkpoint is converted once into the repository's .cache folder. `pytest -s
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from xinfer import LLM, SamplingParams
+from xinfer.errors import DeviceError
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 
@@ -114,6 +116,23 @@ def test_llm_gives_the_same_text(
         completion = llm.generate(PROMPTS["story"], greedy)
     assert list(completion.token_ids) == answers["story"][0]
     assert completion.text == tokenizer.decode(answers["story"][0])
+
+
+def test_the_gpu_gives_the_same_text() -> None:
+    """64 greedy tokens on Vulkan, on a software driver where there is no GPU, of weights in f16 on both sides."""
+    greedy = SamplingParams(temperature=0, max_tokens=N_NEW, ignore_eos=True)
+    folder = smollm2_to_qwen2.cached(dtype="float16")
+    try:
+        on_gpu = LLM(folder, device="vulkan", kv_cache="f32")
+    except DeviceError as error:
+        if os.environ.get("XINFER_REQUIRE_GPU") == "1":
+            raise
+        pytest.skip(str(error))
+    with on_gpu, LLM(folder, device="cpu") as on_cpu:
+        found, expected = (llm.generate(PROMPTS["story"], greedy) for llm in (on_gpu, on_cpu))
+    print(f"\n{on_gpu.device}: {found.text!r}")  # noqa: T201
+    assert found.token_ids == expected.token_ids
+    assert len(found.token_ids) == N_NEW
 
 
 def test_the_text_is_english_and_true(

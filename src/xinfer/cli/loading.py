@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xinfer.cli.output import say
 from xinfer.errors import RequestError
@@ -23,14 +23,14 @@ def resolve(model: str) -> Path:
 
 
 @contextmanager
-def load(model: str, device: str, context: int | None, *, quiet: bool = False, canary: bool = False) -> Iterator[LLM]:
+def load(
+    model: str, device: str, context: int | None, kv_cache: str = "f16", *, quiet: bool = False, canary: bool = False
+) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
-    with (
-        progress_bars(quiet=quiet) as progress,
-        LLM(model, device=device, context=context, progress=progress, canary=canary) as llm,
-    ):
+    options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache, "canary": canary}
+    with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
         warn_of_software(device, llm.device, is_software=llm.is_software)
         yield llm
 

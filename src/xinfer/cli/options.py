@@ -15,7 +15,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or h
 Device = Annotated[
     str,
     typer.Option(
-        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, or part of an adapter's name; see xinfer devices."
+        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, d3d12, or part of an adapter's name; see xinfer devices."
     ),
 ]
 Context = Annotated[
@@ -27,6 +27,12 @@ Canary = Annotated[
         "--canary",
         metavar="",
         help="Check every layer with a known token before each token: finds a GPU that was reset in silence. Slower.",
+    ),
+]
+KVCache = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache", metavar="f16|f32", help="A GPU's KV cache; f32 is twice as large, and gives the CPU's tokens."
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object to stdout, errors too.")]

@@ -1,6 +1,7 @@
 """GPUs: buffers, kernels and recordings, behind one interface for every graphics API.
 
-`open_device` takes a selector: "vulkan", "vulkan:1", "null", part of an adapter's name, or "auto".
+`open_device` takes a selector: "vulkan", "vulkan:1", "d3d12", "null", part of an adapter's name, or
+"auto".
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from types import ModuleType
 
 from xinfer.errors import DeviceError
-from xinfer.gpu import api, null, vulkan
+from xinfer.gpu import api, d3d12, null, vulkan
 
 # By name, in the order in which "auto" and names of adapters look at them.
-BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan}
+BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan, "d3d12": d3d12}
 BY_PREFERENCE: tuple[api.DeviceKind, ...] = ("discrete", "integrated", "virtual", "other")
 
 
@@ -43,12 +44,16 @@ def choose_device(selector: str) -> api.DeviceInfo | None:
         return _choose_from(name, number)
     devices = list_devices()
     if wanted == "auto":
-        devices = [device for device in devices if device.kind in BY_PREFERENCE]
-    else:
-        devices = [device for device in devices if wanted in device.name.lower()]
-        if not devices:
-            raise DeviceError(f"no device is called {selector!r}; {_what_there_is()}")
+        return automatic(devices)
+    devices = [device for device in devices if wanted in device.name.lower()]
+    if not devices:
+        raise DeviceError(f"no device is called {selector!r}; {_what_there_is()}")
     return best(devices)
+
+
+def automatic(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:
+    """The one that "auto" takes: neither a software driver nor an API that another one stands in for."""
+    return best([device for device in devices if device.kind in BY_PREFERENCE and not device.emulated])
 
 
 def best(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:

@@ -1,4 +1,4 @@
-"""What every backend checks before it records or makes anything, so that a mistake shows on all of them."""
+"""What every backend checks before it records or makes anything, so that a mistake shows on all of them; and units."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from collections.abc import Sequence
 
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import MAX_BUFFERS, MAX_CONSTANTS, BufferSlice, DeviceInfo, Groups, KernelCode
+
+
+def format_bytes(count: int) -> str:
+    """A size for people."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if count >= 1 << shift:
+            return f"{count / (1 << shift):.1f} {unit}"
+    return f"{count} bytes"
 
 
 def check_kernel(code: KernelCode, info: DeviceInfo) -> None:

@@ -25,7 +25,7 @@ MAX_CONSTANTS = 32  # dwords of constants of one op
 class DeviceInfo:
     """One adapter: what it is, its limits, and the features that the engine will use on it."""
 
-    api: str  # "vulkan", "null", ...
+    api: str  # "vulkan", "d3d12", "null"
     index: int  # what "vulkan:1" selects
     name: str
     kind: DeviceKind
@@ -47,14 +47,25 @@ class DeviceInfo:
     storage_alignment: int  # a binding's offset is a multiple of this
     max_allocation: int  # bytes of one buffer
     features: frozenset[str]
+    emulated: bool = False  # one API on top of another: used when asked for, never chosen by itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HlslSource:
+    """A shader for APIs that compile at run time: shader model 5.1, its includes already put in."""
+
+    name: str  # of its file, for the compiler's messages
+    text: str
+    defines: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCode:
-    """A compiled compute shader, and what has to be known to bind and launch it."""
+    """A compute shader in the forms that the APIs take, and what has to be known to bind and launch it."""
 
     id: str
     spirv: bytes
+    hlsl: HlslSource | None = None  # None: it exists for Vulkan only
     entry: str = "main"
     n_buffers: int
     n_constants: int  # dwords

@@ -5,6 +5,6 @@ recordings, feeds them and reads what comes out, `canary` notices a device that 
 """
 
 from xinfer.gpu_model.canary import Canary, canary_ids
-from xinfer.gpu_model.model import QwenModel
+from xinfer.gpu_model.model import KV_TYPES, KVType, QwenModel
 
-__all__ = ["Canary", "QwenModel", "canary_ids"]
+__all__ = ["KV_TYPES", "Canary", "KVType", "QwenModel", "canary_ids"]

@@ -125,8 +125,8 @@ class Canary:
     def _error(self, name: str, count: int) -> DeviceLostError:
         info = self._steps.device.info
         found = (
-            f"the output of {name} is not what it has to be, nor are {count - 1} behind it; the device's memory was lost "
-            "and the driver has not said so, or it computes wrongly"
+            f"the output of {name} is not what it has to be, nor are {count - 1} behind it; the device's memory was "
+            "lost and the driver has not said so, or it computes wrongly"
         )
         loss = Loss(
             call="the canary",

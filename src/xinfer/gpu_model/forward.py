@@ -83,9 +83,6 @@ class Tuning:
 
     variants: Mapping[str, str] = field(default_factory=dict)  # "qkv", "attn", "o", "gate_up", "down", "logits"
     n_splits: int | None = None  # of attention
-    prefetch: Mapping[str, int] = field(
-        default_factory=dict
-    )  # bytes of weights to read ahead beside "qkv", "attn", "o"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +96,6 @@ class Network:
     pool: BlockPool
     rope_table: Buffer  # float32 (positions, head_dim / 2, 2)
     scratch: Buffer  # of attention: counters of splits that are done, zero between steps, and partial results
-    sink: Buffer  # of prefetches
     max_keys: int  # of one sequence
     tuning: Tuning
 
@@ -208,7 +204,6 @@ class Pass:
             ops.rms_norm(self.on, self.x, w.input_ln, self.h, eps=eps, label=f"{name}.input_ln")
             self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
             self._product(self._operand(self.h, w.qkv, name), w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
-        self._prefetch(i, "qkv", w.o, w.gate, w.up, w.down)
         q, k, v = self._heads()
         self.done(f"{name}.qkv", (f"{name}.q", q), (f"{name}.k", k), (f"{name}.v", v))
 
@@ -245,7 +240,6 @@ class Pass:
             ops.turn_attention(*on, q, k, v, cache, self.attn, **options)
         else:
             ops.attention(self.on, self._plan, self.state, q, cache, self.attn, **options)
-        self._prefetch(i, "attn", w.o, w.gate, w.up, w.down)
         self.done(f"{name}.attn", (f"{name}.attn", self.attn))
         self._add_product(self.attn, w.o, f"{name}.o", f"{name}.attn_residual")
 
@@ -301,12 +295,6 @@ class Pass:
         else:
             variant = self._tuned(label.rpartition(".")[2])
             ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)
-
-    def _prefetch(self, i: int, beside: str, *matrices: ops.Matrix) -> None:
-        """Let weights of the next ops come while this one runs, where that has been found to pay."""
-        if n_bytes := self._tuning.prefetch.get(beside):
-            label = f"layers.{i}.{beside}.prefetch"
-            ops.prefetch(self.on, matrices, self.network.sink, n_bytes=n_bytes, label=label)
 
     def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
         return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)

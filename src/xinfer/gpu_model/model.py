@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Generator, Iterable
 from types import TracebackType
-from typing import Literal, NoReturn, Self
+from typing import Literal, NoReturn, Self, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,6 +26,7 @@ from xinfer.model.weights import ModelWeights
 from xinfer.ops import BAD_TOKEN
 
 KVType = Literal["f16", "f32"]
+KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 
 FIRST_CHUNK = 8  # rows of the first chunk, which is timed
 CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Windows) to 10 s (Linux)

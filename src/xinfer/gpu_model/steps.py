@@ -35,7 +35,6 @@ from xinfer.ops import KernelSet, Recorder, Rows, RowState
 RING = 64  # tokens that the device remembers
 # Rows that recordings are made for; a chunk is padded to the next of them.
 ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
-SINK_BYTES = 1 << 14  # of prefetches, one beside another
 HEAD_BYTES = 64 << 20  # logits of all rows are made in pieces of this size
 TIMEOUT_S = 60.0
 SPIN_S = 0.01  # a single step takes less
@@ -109,8 +108,6 @@ class Steps:
             scratch = self.device.create_buffer(scratch_bytes, "device", "attention splits")
             made.callback(scratch.release)
             self.device.upload(scratch[:counter_bytes], bytes(counter_bytes))
-            sink = self.device.create_buffer(SINK_BYTES, "device", "prefetch")
-            made.callback(sink.release)
             made.pop_all()
         self._generation = self.pool.generation
         self._network = Network(
@@ -121,7 +118,6 @@ class Steps:
             pool=self.pool,
             rope_table=table,
             scratch=scratch,
-            sink=sink,
             max_keys=max_keys,
             tuning=self._tuning,
         )
@@ -292,7 +288,7 @@ class Steps:
             recording.release()
         self._recordings.clear()
         if self._network is not None:
-            for buffer in (self._network.rope_table, self._network.scratch, self._network.sink):
+            for buffer in (self._network.rope_table, self._network.scratch):
                 buffer.release()
             self._network = None
 

@@ -25,7 +25,6 @@ from xinfer.ops._base import (
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
 from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
 from xinfer.ops._packed import PackedRows, can_pack, linear_packed, pack_rows, packed_bytes
-from xinfer.ops._prefetch import prefetch, prefetch_sink_bytes
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
 __all__ = [
@@ -60,8 +59,6 @@ __all__ = [
     "pack_rows",
     "packed_bytes",
     "plan_attention",
-    "prefetch",
-    "prefetch_sink_bytes",
     "rms_norm",
     "rope",
     "rope_append",

@@ -20,11 +20,14 @@ from xinfer.shaders.catalog import (
     variants,
 )
 
-BUSY_GROUPS = 528  # workgroups that keep a large GPU busy: four on each of an H200's multiprocessors
+# Workgroups that keep a large GPU busy: one of 512 lanes, or four of 256, on each of an H200's multiprocessors. More
+# splits only make more to be put together (`benchmarks/h200.py --tune`).
+BUSY_GROUPS = 132
+BUSY_SMALL_GROUPS = 528
 BUSY_PREFILL_GROUPS = 256
 CPU_GROUPS = 8  # a software driver runs a few at a time
 COUNTER_BYTES = 16
-FEW_KEYS = 2048  # up to which loads shared by few heads are no loss
+FEW_KEYS = 8192  # of all KV heads, up to which loads that few heads share are no loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +66,10 @@ def plan_attention(
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
-    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=max_keys <= FEW_KEYS), variant)
+    few_keys = max_keys * cache.n_kv_heads <= FEW_KEYS
+    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=few_keys), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
-    busy = BUSY_GROUPS if n_rows < ATTENTION_TILED_ROWS_MAX else BUSY_PREFILL_GROUPS
-    busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else busy
+    busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else _busy_groups(chosen, n_rows)
     least = ATTENTION_TILED_SPLIT_KEYS if is_tiled(chosen) else BLOCK_TOKENS
     most = ATTENTION_TILED_SPLITS_MAX if is_tiled(chosen) else ATTENTION_SPLITS_MAX
     if not is_tiled(chosen) and not on.kernels.usable("attention.combine"):
@@ -274,6 +277,12 @@ def _prefill_trips(variant: Variant, head_dim: int, keys: int) -> int:
     sequences = ATTENTION_QUERIES * (ATTENTION_QUERIES + 1)  # at worst, every row of another sequence
     # A tile's rows stand side by side, so that it sees a tile's more keys than its last row; twice for good measure.
     return (ceil_div(keys, a_tile) + 2 * ATTENTION_QUERIES) * per_tile + sequences
+
+
+def _busy_groups(variant: Variant, n_rows: int) -> int:
+    if n_rows >= ATTENTION_TILED_ROWS_MAX:
+        return BUSY_PREFILL_GROUPS
+    return BUSY_GROUPS if variant.workgroup[0] >= 512 else BUSY_SMALL_GROUPS
 
 
 def _groups(variant: Variant, n_heads: int, n_kv_heads: int, n_rows: int) -> tuple[int, int]:

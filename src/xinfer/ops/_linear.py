@@ -157,6 +157,8 @@ def gemv_layout(rows: int, loads: int, x_rows: int, *, norm: bool = False, swigl
         return (128, 1) if few else (32, 2)
     if swiglu:
         return 32, 2 if rows * 64 >= BUSY_LANES else 1
+    if norm and rows * 64 >= 2.5 * BUSY_LANES:
+        return 64, 4
     if rows * 32 >= 10 * BUSY_LANES:
         return 32, 2
     if loads >= LONG_LOADS and not norm:

@@ -1,7 +1,8 @@
 """The compute shaders: one op a source file, `catalog.py` lists their variants, `load` gives a compiled one.
 
 `_bin/` holds `<variant id>.spv` and `manifest.json`. It is made by the build (`tools/build_shaders.py`, which the
-wheel's build hook runs) and is in no repository.
+wheel's build hook runs) and is in no repository. The HLSL itself is in the wheel, too: Direct3D 12 compiles it when it
+runs.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import TypedDict
 
 from xinfer.errors import DeviceError
-from xinfer.gpu.api import KernelCode
+from xinfer.gpu.api import HlslSource, KernelCode
 from xinfer.shaders.catalog import Variant, variants
 
 SOURCES = Path(__file__).parent
 BINARIES = SOURCES / "_bin"
 MANIFEST = "manifest.json"
+HLSL_DEFINE = "XINFER_D3D"  # tells common.hlsli that the compiler is not Slang
+INCLUDE = re.compile(r'\s*#include\s+"([\w.]+)"\s*')
 BUILD_COMMAND = "python tools/build_shaders.py"
 
 
@@ -43,6 +47,28 @@ def source_hash(variant: Variant, sources: Path = SOURCES) -> str:
         digest.update(path.name.encode() + b"\0" + path.read_bytes().replace(b"\r\n", b"\n") + b"\0")
     digest.update(repr((variant.defines, variant.profile)).encode())
     return digest.hexdigest()
+
+
+def hlsl(variant: Variant, sources: Path = SOURCES) -> HlslSource | None:
+    """A variant as HLSL for a compiler of shader model 5.1; None where it is written in Slang."""
+    if not variant.source.endswith(".hlsl"):
+        return None
+    text = _expanded(sources / variant.source)
+    return HlslSource(name=variant.source, text=text, defines=(*variant.defines, (HLSL_DEFINE, 1)))
+
+
+@functools.cache
+def _expanded(path: Path) -> str:
+    """A source with its includes put in; #line keeps the compiler's messages true."""
+    lines = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        included = INCLUDE.fullmatch(line)
+        if included:
+            lines += [f'#line 1 "{included[1]}"', _expanded(path.parent / included[1])]
+            lines.append(f'#line {number + 1} "{path.name}"')
+        else:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 @functools.cache
@@ -79,6 +105,7 @@ def load(variant_id: str, *, binaries: Path = BINARIES) -> KernelCode:
     return KernelCode(
         id=variant.id,
         spirv=spirv,
+        hlsl=hlsl(variant),
         n_buffers=variant.n_buffers,
         n_constants=variant.n_constants,
         constant_names=variant.constants,

@@ -21,18 +21,36 @@ READS(uint, block_table, 3);
 READS(uint, state, 4);
 WRITES(float, result, 5);
 
-groupshared float4 q_tile[QUERIES][DIM_MAX / 4 + 1];  // one more, so that rows begin in different banks
-groupshared float4 kv_tile[KEYS][DIM_MAX / 4 + 1];
-groupshared float4 weights[KEYS][QUERIES / 4];  // (key, query): scores, then weights
+// Groupshared arrays have one dimension, and no index picks a vector's component: vkd3d's compiler and D3DCompile want it.
+#define TILE_ROW (DIM_MAX / 4 + 1)  // one more, so that rows begin in different banks
+groupshared float4 q_tile[QUERIES * TILE_ROW];
+groupshared float4 kv_tile[KEYS * TILE_ROW];
+// (key, query): scores, then weights.
+#ifdef XINFER_D3D
+groupshared float weights[KEYS * QUERIES];
+#define WEIGHT(KEY, QUERY) weights[(KEY) * QUERIES + (QUERY)]
+float4 four_weights(uint key, uint four) {
+    uint at = key * QUERIES + 4 * four;
+    return float4(weights[at], weights[at + 1], weights[at + 2], weights[at + 3]);
+}
+void put_four_weights(uint key, uint four, float4 values) {
+    UNROLL for (uint i = 0; i < 4; i++) weights[key * QUERIES + 4 * four + i] = values[i];
+}
+#else
+groupshared float4 weights[KEYS * QUERIES / 4];
+#define WEIGHT(KEY, QUERY) weights[(KEY) * (QUERIES / 4) + (QUERY) / 4][(QUERY) % 4]
+float4 four_weights(uint key, uint four) { return weights[key * (QUERIES / 4) + four]; }
+void put_four_weights(uint key, uint four, float4 values) { weights[key * (QUERIES / 4) + four] = values; }
+#endif
 groupshared uint positions[QUERIES];
 groupshared uint sequences[QUERIES];
-groupshared float row_parts[QUERIES][ROW_LANES];
+groupshared float row_parts[QUERIES * ROW_LANES];
 groupshared float corrections[QUERIES];
 
 void stage_rows(uint first_row, uint head, uint lane) {
     if (lane < QUERIES) {
-        uint at = (first_row + lane) * STATE_WORDS;
         bool real = first_row + lane < constants.n_rows;
+        uint at = (real ? first_row + lane : 0u) * STATE_WORDS;
         positions[lane] = real ? state[at + STATE_POSITION] : UNUSED_ROW;
         sequences[lane] = real ? state[at + STATE_SEQUENCE] : 0u;
     }
@@ -44,7 +62,7 @@ void stage_rows(uint first_row, uint head, uint lane) {
             uint at = constants.q_offset + row * constants.q_stride + head * constants.head_dim + i % fours * 4;
             four = float4(q[at], q[at + 1], q[at + 2], q[at + 3]) * constants.scale;
         }
-        q_tile[i / fours][i % fours] = four;
+        q_tile[i / fours * TILE_ROW + i % fours] = four;
     }
 }
 
@@ -62,7 +80,7 @@ void stage_rows(uint first_row, uint head, uint lane) {
             float values[VALUES_PER_LOAD];                                                                       \
             unpack_load(raw, values);                                                                            \
             UNROLL for (uint j = 0; j < VALUES_PER_LOAD / 4; j++) {                                              \
-                kv_tile[i / loads][i % loads * (VALUES_PER_LOAD / 4) + j] =                                      \
+                kv_tile[i / loads * TILE_ROW + i % loads * (VALUES_PER_LOAD / 4) + j] =                          \
                     float4(values[4 * j], values[4 * j + 1], values[4 * j + 2], values[4 * j + 3]);              \
             }                                                                                                    \
         }                                                                                                        \
@@ -70,7 +88,7 @@ void stage_rows(uint first_row, uint head, uint lane) {
 
 // Whether a row's sequence has come up in an earlier row; uniform over the workgroup.
 bool passed_before(uint row) {
-    for (uint earlier = 0; earlier < row; earlier++) {
+    LOOP for (uint earlier = 0; earlier < row; earlier++) {
         if (positions[earlier] != UNUSED_ROW && sequences[earlier] == sequences[row]) return true;
     }
     return false;
@@ -79,7 +97,7 @@ bool passed_before(uint row) {
 // The keys of this split that any row of the sequence sees.
 KeyRange tile_keys(uint sequence, uint split) {
     uint first = UNUSED_ROW, end = 0;
-    for (uint row = 0; row < QUERIES; row++) {
+    LOOP for (uint row = 0; row < QUERIES; row++) {
         if (positions[row] != UNUSED_ROW && sequences[row] == sequence) {
             first = min(first, first_key(positions[row], constants.window));
             end = max(end, positions[row] + 1u);
@@ -98,9 +116,9 @@ void score_tile(uint tile, uint sequence, uint lane) {
     }
     for (uint d = 0; d < fours; d++) {
         float4 keys[KEYS_A_LANE];
-        UNROLL for (uint j1 = 0; j1 < KEYS_A_LANE; j1++) keys[j1] = kv_tile[lane % COLUMNS + j1 * COLUMNS][d];
+        UNROLL for (uint j1 = 0; j1 < KEYS_A_LANE; j1++) keys[j1] = kv_tile[(lane % COLUMNS + j1 * COLUMNS) * TILE_ROW + d];
         UNROLL for (uint i1 = 0; i1 < 4; i1++) {
-            float4 query = q_tile[first_query + i1][d];
+            float4 query = q_tile[(first_query + i1) * TILE_ROW + d];
             UNROLL for (uint j2 = 0; j2 < KEYS_A_LANE; j2++) scores[i1][j2] += dot(query, keys[j2]);
         }
     }
@@ -114,8 +132,8 @@ void score_tile(uint tile, uint sequence, uint lane) {
         }
     }
     UNROLL for (uint j3 = 0; j3 < KEYS_A_LANE; j3++) {
-        weights[lane % COLUMNS + j3 * COLUMNS][lane / COLUMNS] =
-            float4(scores[0][j3], scores[1][j3], scores[2][j3], scores[3][j3]);
+        float4 four = float4(scores[0][j3], scores[1][j3], scores[2][j3], scores[3][j3]);
+        put_four_weights(lane % COLUMNS + j3 * COLUMNS, lane / COLUMNS, four);
     }
 }
 
@@ -124,19 +142,19 @@ void score_tile(uint tile, uint sequence, uint lane) {
 void weigh_row(uint lane, uint n_keys, inout float largest, inout float total) {
     uint row = lane / ROW_LANES, part = lane % ROW_LANES;
     float own = MINUS_INFINITY;
-    for (uint i = part; i < n_keys; i += ROW_LANES) own = max(own, weights[i][row / 4][row % 4]);
-    row_parts[row][part] = own;
+    for (uint i = part; i < n_keys; i += ROW_LANES) own = max(own, WEIGHT(i, row));
+    row_parts[row * ROW_LANES + part] = own;
     GroupMemoryBarrierWithGroupSync();
     float tile_largest = largest;
-    UNROLL for (uint j = 0; j < ROW_LANES; j++) tile_largest = max(tile_largest, row_parts[row][j]);
+    UNROLL for (uint j = 0; j < ROW_LANES; j++) tile_largest = max(tile_largest, row_parts[row * ROW_LANES + j]);
     bool none = tile_largest == MINUS_INFINITY;
     float correction = none ? 1.0 : exp(largest - tile_largest);
     largest = tile_largest;
     total *= correction;
     for (uint k = part; k < n_keys; k += ROW_LANES) {
-        float score = weights[k][row / 4][row % 4];
+        float score = WEIGHT(k, row);
         float weight = none && asuint(score) == 0xff800000u ? 0.0 : exp(score - largest);
-        weights[k][row / 4][row % 4] = weight;
+        WEIGHT(k, row) = weight;
         total += weight;
     }
     if (part == 0) corrections[row] = correction;
@@ -155,7 +173,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         UNROLL for (uint p0 = 0; p0 < PIECES; p0++) sums[i0][p0] = float4(0.0, 0.0, 0.0, 0.0);
     }
     float largest = MINUS_INFINITY, total = 0.0;  // of row lane / ROW_LANES
-    for (uint row = 0; row < QUERIES; row++) {
+    LOOP for (uint row = 0; row < QUERIES; row++) {
         if (positions[row] == UNUSED_ROW || passed_before(row)) continue;
         uint sequence = sequences[row];
         uint table_at = sequence * constants.table_stride;
@@ -173,9 +191,9 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
                 UNROLL for (uint p1 = 0; p1 < PIECES; p1++) sums[i1][p1] *= corrections[own_queries * 4 + i1];
             }
             for (uint key = 0; key < n_keys; key++) {
-                float4 weight = weights[key][own_queries];
+                float4 weight = four_weights(key, own_queries);
                 UNROLL for (uint p2 = 0; p2 < PIECES; p2++) {
-                    float4 value = kv_tile[key][column + p2 * COLUMNS];
+                    float4 value = kv_tile[key * TILE_ROW + column + p2 * COLUMNS];
                     UNROLL for (uint i2 = 0; i2 < 4; i2++) sums[i2][p2] += weight[i2] * value;
                 }
             }
@@ -183,7 +201,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         }
     }
 
-    row_parts[lane / ROW_LANES][lane % ROW_LANES] = total;
+    row_parts[lane] = total;
     if (lane % ROW_LANES == 0) corrections[lane / ROW_LANES] = largest;
     GroupMemoryBarrierWithGroupSync();
     bool whole = constants.n_splits == 1;
@@ -191,7 +209,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         uint local = own_queries * 4 + i;
         if (first_row + local < constants.n_rows) {
             float all = 0.0;
-            UNROLL for (uint j = 0; j < ROW_LANES; j++) all += row_parts[local][j];
+            UNROLL for (uint j = 0; j < ROW_LANES; j++) all += row_parts[local * ROW_LANES + j];
             uint at = whole ? out_at(first_row + local, head) : partial_at(first_row + local, head, split);
             float scale = !whole ? 1.0 : asuint(all) == 0u ? 0.0 : 1.0 / all;  // a row of padding has no key at all
             UNROLL for (uint p = 0; p < PIECES; p++) {

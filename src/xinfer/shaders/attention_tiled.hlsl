@@ -416,5 +416,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint n_active = active_splits(job.position);
     add_shares(lane, sums);
     write_item(job, n_active == 1, sums);
-    if (n_active > 1 && is_last(job, n_active)) combine(job, n_active);
+    if (n_active > 1) {  // not one condition: D3DCompile would count in either case
+        if (is_last(job, n_active)) combine(job, n_active);
+    }
 }

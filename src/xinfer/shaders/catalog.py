@@ -243,16 +243,7 @@ GEMV_MORE = (
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=8, named_loads=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=1, loads=8, named_loads=True),
     GemvShape(t_max=1, set_lanes=256, rows_per_set=1, loads=5, group=256),
-    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=4, group=256, named_loads=True),
-    GemvShape(t_max=1, set_lanes=128, rows_per_set=4, loads=2),
-    GemvShape(t_max=1, set_lanes=256, rows_per_set=2, loads=4, group=256),
-    GemvShape(t_max=1, set_lanes=256, rows_per_set=4, loads=2, group=256),
-    GemvShape(t_max=1, set_lanes=64, rows_per_set=4, loads=2),
-    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=4, norm=True),
-    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=4, norm=True),
     GemvShape(t_max=1, set_lanes=64, rows_per_set=4, loads=2, norm=True),
-    GemvShape(t_max=1, set_lanes=64, rows_per_set=2, loads=4, norm=True, swiglu=True),
-    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=4, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=64, rows_per_set=1, loads=4, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=4, norm=True, swiglu=True, named_loads=True),
 )
@@ -293,39 +284,24 @@ def _linear_gemv() -> Iterator[Variant]:
             )
 
 
-PREFETCH_LOADS = 8 * 256  # 16-byte loads of a workgroup
-
-
-def _prefetch() -> Iterator[Variant]:
-    yield Variant(
-        id="prefetch.plain",
-        op="prefetch",
-        source="prefetch.hlsl",
-        defines=(("GROUP", 256),),
-        buffers=("w", "sink"),
-        constants=("loads",),
-        workgroup=(256, 1, 1),
-        shared_bytes=0,
-    )
-
-
 def _linear_gemm() -> Iterator[Variant]:
     tiles = (("plain", 32, 32, 16, 4, 4), ("tile64", 64, 64, 16, 4, 4), ("tile128", 128, 128, 16, 8, 8))
     for name, number in FORMATS.items():
         for tile, m, n, k, lane_m, lane_n in tiles:
             if name == "f32" and tile != "plain":
                 continue
+            group = m // lane_m * (n // lane_n)
             yield Variant(
                 id=f"linear_gemm.{name}.{tile}",
                 op="linear_gemm",
                 source="linear_gemm.hlsl",
                 defines=(
                     *(("FORMAT", number), ("TILE_M", m), ("TILE_N", n), ("TILE_K", k)),
-                    *(("LANE_M", lane_m), ("LANE_N", lane_n)),
+                    *(("LANE_M", lane_m), ("LANE_N", lane_n), ("GROUP", group)),
                 ),
                 buffers=("x", "w", "bias", "y"),
                 constants=GEMM_CONSTANTS,
-                workgroup=(m // lane_m * (n // lane_n), 1, 1),
+                workgroup=(group, 1, 1),
                 shared_bytes=4 * k * (m + 1 + n + 1),
             )
 
@@ -457,7 +433,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_prefetch, _linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
+        *(_linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}

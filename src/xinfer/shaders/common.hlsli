@@ -2,15 +2,20 @@
 //
 // The same text passes through Slang (to SPIR-V) and through D3DCompile, shader model 5.1 (define XINFER_D3D): structured
 // buffers of uint, uint4, float or float4 only, no 64-bit integers, no isnan, and wave intrinsics only where WAVE is 1.
+// D3DCompile evaluates both sides of && and ||, and all of a ?:, and nothing checks an index there: what has an effect
+// stands in an if of its own, and an index that is not to be used is made a valid one.
 #ifndef XINFER_COMMON
 #define XINFER_COMMON
 
 #ifdef XINFER_D3D
-#define READS(TYPE, NAME, SLOT) StructuredBuffer<TYPE> NAME : register(t##SLOT)
+// What is only read is bound for writing, too: a buffer then has one state in all of a recording's dispatches, although
+// some of its slices are written and others read. There are 8 such registers, as many as an op has buffers.
+#define READS(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
 #define WRITES(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
 #define SHARED_WRITES(TYPE, NAME, SLOT) WRITES(TYPE, NAME, SLOT)
 #define CONSTANTS(TYPE, NAME) ConstantBuffer<TYPE> NAME : register(b0)
 #define UNROLL [unroll]
+#define LOOP [loop]
 #else
 #define READS(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] StructuredBuffer<TYPE> NAME
 #define WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] RWStructuredBuffer<TYPE> NAME
@@ -18,6 +23,7 @@
 #define SHARED_WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] globallycoherent RWStructuredBuffer<TYPE> NAME
 #define CONSTANTS(TYPE, NAME) [[vk::push_constant]] ConstantBuffer<TYPE> NAME
 #define UNROLL [ForceUnroll]
+#define LOOP
 #endif
 
 #ifndef WAVE

@@ -8,7 +8,9 @@
 #define FLAG_ACCUMULATE 2u
 #define LANES_M (TILE_M / LANE_M)
 #define LANES_N (TILE_N / LANE_N)
-#define GROUP (LANES_M * LANES_N)
+#if GROUP != LANES_M * LANES_N
+#error GROUP is the number of a tile's lanes
+#endif
 
 struct Constants {
     uint columns;
@@ -30,14 +32,15 @@ WRITES(float, y, 3);
 CONSTANTS(Constants, constants);
 
 // Columns first, so that a lane's rows lie side by side; one float of padding keeps the writes off a single bank.
-groupshared float x_tile[TILE_K][TILE_M + 1];
-groupshared float w_tile[TILE_K][TILE_N + 1];
+groupshared float x_tile[TILE_K * (TILE_M + 1)];  // [k][m]
+groupshared float w_tile[TILE_K * (TILE_N + 1)];  // [k][n]
 
 void stage_x(uint first_row, uint first_column, uint lane) {
     for (uint i = lane; i < TILE_M * TILE_K; i += GROUP) {
         uint row = first_row + i / TILE_K, column = first_column + i % TILE_K;
         bool inside = row < constants.x_rows && column < constants.columns;
-        x_tile[i % TILE_K][i / TILE_K] = inside ? x[constants.x_offset + row * constants.x_stride + column] : 0.0;
+        uint at = inside ? constants.x_offset + row * constants.x_stride + column : 0u;
+        x_tile[i % TILE_K * (TILE_M + 1) + i / TILE_K] = inside ? x[at] : 0.0;
     }
 }
 
@@ -45,15 +48,16 @@ void stage_w(uint first_row, uint first_column, uint lane) {
     const uint loads = TILE_K / VALUES_PER_LOAD;
     for (uint i = lane; i < TILE_N * loads; i += GROUP) {
         uint row = first_row + i / loads, load = first_column / VALUES_PER_LOAD + i % loads;
-        uint4 raw = uint4(0, 0, 0, 0);
-        if (row < constants.rows && load < constants.row_loads) raw = w[row * constants.row_loads + load];
+        bool inside = row < constants.rows && load < constants.row_loads;
+        uint4 raw = w[inside ? row * constants.row_loads + load : 0u];
+        if (!inside) raw = uint4(0, 0, 0, 0);
         float values[VALUES_PER_LOAD];
         unpack_load(raw, values);
-        UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) w_tile[i % loads * VALUES_PER_LOAD + j][i / loads] = values[j];
+        UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) w_tile[(i % loads * VALUES_PER_LOAD + j) * (TILE_N + 1) + i / loads] = values[j];
     }
 }
 
-[numthreads(LANES_M * LANES_N, 1, 1)]
+[numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint lane_m = lane / LANES_N, lane_n = lane % LANES_N;
     uint first_m = group.y * TILE_M, first_n = group.x * TILE_N;
@@ -66,10 +70,10 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         stage_x(first_m, column, lane);
         stage_w(first_n, column, lane);
         GroupMemoryBarrierWithGroupSync();
-        for (uint k = 0; k < TILE_K; k++) {
+        LOOP for (uint k = 0; k < TILE_K; k++) {
             float a[LANE_M], b[LANE_N];
-            UNROLL for (uint m1 = 0; m1 < LANE_M; m1++) a[m1] = x_tile[k][lane_m * LANE_M + m1];
-            UNROLL for (uint n1 = 0; n1 < LANE_N; n1++) b[n1] = w_tile[k][lane_n + n1 * LANES_N];
+            UNROLL for (uint m1 = 0; m1 < LANE_M; m1++) a[m1] = x_tile[k * (TILE_M + 1) + lane_m * LANE_M + m1];
+            UNROLL for (uint n1 = 0; n1 < LANE_N; n1++) b[n1] = w_tile[k * (TILE_N + 1) + lane_n + n1 * LANES_N];
             UNROLL for (uint m2 = 0; m2 < LANE_M; m2++) {
                 UNROLL for (uint n2 = 0; n2 < LANE_N; n2++) sums[m2][n2] += a[m2] * b[n2];
             }

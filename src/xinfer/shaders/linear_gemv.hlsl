@@ -83,14 +83,15 @@ groupshared float parts[SETS * PARTS_MAX * SUMS_PER_PART];
     {                                                                                         \
         UNROLL for (uint q = 0; q < VALUES_PER_LOAD; q++) {                                   \
             uint column = (LOAD) * VALUES_PER_LOAD + q;                                       \
-            VALUES[q] = column < constants.columns ? SOURCE[(BASE) + column] : 0.0;           \
+            float value = SOURCE[(BASE) + min(column, constants.columns - 1u)];               \
+            VALUES[q] = column < constants.columns ? value : 0.0;                             \
         }                                                                                     \
     }
 #endif
 
-uint4 read_w(uint matrix, uint at) {
+uint4 read_w(uint which, uint at) {
 #if SWIGLU
-    return matrix == 0 ? w[at] : w2[at];
+    return which == 0 ? w[at] : w2[at];
 #else
     return w[at];
 #endif
@@ -123,11 +124,17 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
         }
 #if T_MAX == 1  // x is on its way together with the weights
         float ahead[LOADS][VALUES_PER_LOAD];
-        UNROLL for (uint a = 0; a < LOADS; a++) READ_X(x, constants.x_offset, min(base + a * lanes, loads - 1), ahead[a]);
 #if NORM
         float scales[LOADS][VALUES_PER_LOAD];
-        UNROLL for (uint b = 0; b < LOADS; b++) READ_X(norm_weight, 0, min(base + b * lanes, loads - 1), scales[b]);
 #endif
+        UNROLL for (uint a = 0; a < LOADS; a++) {
+            if (base + a * lanes < loads) {
+                READ_X(x, constants.x_offset, base + a * lanes, ahead[a]);
+#if NORM
+                READ_X(norm_weight, 0, base + a * lanes, scales[a]);
+#endif
+            }
+        }
 #endif
         UNROLL for (uint v = 0; v < LOADS; v++) {
             uint at = base + v * lanes;

@@ -70,8 +70,8 @@ class Session:
         vocab = oracle.config.vocab_size
         self._ids = np.random.default_rng(SEED).integers(0, vocab, longest + 1)
         self._ids[: min(2, longest)] = [vocab - 1, 0][: min(2, longest)]
-        self._cache = model.make_cache(longest + n_steps + 1)
-        self._cache.reserve(longest + n_steps + 1)
+        self._room = longest + n_steps + 1
+        self._cache = model.make_cache(self._room)
         self._fed: dict[str, NDArray[np.int64]] = {}  # what the steps of each case are given
         self._done = 0
 
@@ -79,7 +79,9 @@ class Session:
         """Judge everything; findings and differences are complete afterwards."""
         model = self.model
         model.claim(None)
+        self._cache.reserve(self._room)  # at once, so that the pool, and with it the kernels' plans, stay as they are
         self._fed = {case.name: self._greedy_ids(case) for case in self.cases if case.n_steps}
+        self._cache.reserve(self._room)  # what failed above may have given blocks back
         traces = [Trace(case, [self._embed(part, case) for part in self._parts(case)]) for case in self.cases]
         for i in range(self.oracle.config.num_hidden_layers):
             w = self.oracle.layer(i)
@@ -110,7 +112,6 @@ class Session:
         """What greedy steps behind a prompt are given, as the engine's own queue makes them."""
         model, cache = self.model, self._cache
         cache.truncate(0)
-        cache.reserve(case.n_prompt + case.n_steps + 1)
         fed = self._ids[case.n_prompt : case.n_prompt + 1].tolist()
         try:
             model.extend(self._ids[: case.n_prompt], cache)

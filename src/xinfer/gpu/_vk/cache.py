@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-import tempfile
 from ctypes import byref, c_char, c_size_t, c_void_p, cast, sizeof
 from pathlib import Path
 
 from xinfer.errors import DeviceError
+from xinfer.gpu import _disk
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk.core import Core
 
 MAGIC = b"xinfer pipelines 1\n"
 LARGEST = 256 << 20
-
-
-def cache_folder() -> Path:
-    """Where the platform keeps what can be made again."""
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = str(Path.home() / "Library" / "Caches")
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "xinfer" / "pipelines"
 
 
 class PipelineCache:
@@ -53,30 +39,19 @@ class PipelineCache:
         properties, identity = self.core.adapter.properties, self.core.adapter.extra["id"]
         key = bytes(identity.driverUUID).hex()
         name = f"{properties.vendorID:04x}-{properties.deviceID:04x}-{key}-{properties.driverVersion:08x}.bin"
-        try:
-            return cache_folder() / name
-        except RuntimeError:
-            return None
+        folder = _disk.cache_folder("pipelines")
+        return folder / name if folder else None
 
     def save(self) -> None:
         """Write it to disk where it has grown; whatever goes wrong is of no consequence."""
-        path = self.path
-        if not self.changed or path is None:
+        if not self.changed or self.path is None:
             return
         try:
             data = self._data()
-            if data == self._saved or len(data) > LARGEST:
-                return
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(MAGIC + hashlib.sha256(data).digest() + data)
-            try:
-                Path(file.name).replace(path)
-            except OSError:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-        except (OSError, DeviceError):
+        except DeviceError:
             return
+        if data != self._saved and len(data) <= LARGEST:
+            _disk.write(self.path, MAGIC, data)
 
     def _data(self) -> bytes:
         get, size = self.core.vk.vkGetPipelineCacheData, c_size_t()
@@ -87,16 +62,8 @@ class PipelineCache:
 
     def _read(self) -> bytes:
         """What the file holds, if it is whole and this driver's; else nothing."""
-        path = self.path
-        try:
-            if path is None or path.stat().st_size > LARGEST + len(MAGIC) + 32:
-                return b""
-            content = path.read_bytes()
-        except OSError:
-            return b""
-        digest, data = content[len(MAGIC) : len(MAGIC) + 32], content[len(MAGIC) + 32 :]
-        whole = content.startswith(MAGIC) and digest == hashlib.sha256(data).digest()
-        return data if whole and self._matches(data) else b""
+        data = _disk.read(self.path, MAGIC, LARGEST)
+        return data if data is not None and self._matches(data) else b""
 
     def _matches(self, data: bytes) -> bool:
         header = vk.VkPipelineCacheHeaderVersionOne

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._checks import format_bytes
 from xinfer.gpu._vk.adapter import MemoryType
 from xinfer.gpu._vk.core import Core, Handle, u32
 from xinfer.gpu.api import BufferKind, BufferSlice, Bytes, MemoryStatus
@@ -39,14 +40,6 @@ USAGE = (
     | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
 )
 ROUND = 16  # native sizes, so that a shader may load the last bytes as a uint4
-
-
-def format_bytes(count: int) -> str:
-    """A size for people."""
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if count >= 1 << shift:
-            return f"{count / (1 << shift):.1f} {unit}"
-    return f"{count} bytes"
 
 
 class Allocator:

@@ -1,0 +1,91 @@
+"""HLSL to bytecode by D3DCompile, shader model 5.1, with what was compiled kept on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from ctypes import Structure, c_char_p, c_void_p, create_string_buffer
+from pathlib import Path
+
+from xinfer.errors import DeviceError
+from xinfer.gpu import _disk
+from xinfer.gpu._d3d12.com import Interface, failed, hresult_name
+from xinfer.gpu._d3d12.runtime import Runtime
+from xinfer.gpu.api import HlslSource
+
+PROFILE = b"cs_5_1"
+D3DCOMPILE_IEEE_STRICTNESS = 1 << 13  # NaN and infinity are what they are, as the reductions rely on
+D3DCOMPILE_OPTIMIZATION_LEVEL3 = 1 << 15
+FLAGS = D3DCOMPILE_IEEE_STRICTNESS | D3DCOMPILE_OPTIMIZATION_LEVEL3
+MAGIC = b"xinfer bytecode 1\n"
+LARGEST = 16 << 20
+LINES_SHOWN = 12
+
+
+class D3D_SHADER_MACRO(Structure):  # noqa: N801
+    """A define; a list of them ends with an empty one."""
+
+    _fields_ = [("Name", c_char_p), ("Definition", c_char_p)]
+
+
+def compile_hlsl(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
+    """The bytecode of a shader, from disk where it was compiled before.
+
+    Raises DeviceError with what the compiler said.
+    """
+    path = _path(runtime, source, entry)
+    known = _disk.read(path, MAGIC, LARGEST)
+    if known is not None:
+        return known
+    code = _compile(runtime, source, entry)
+    _disk.write(path, MAGIC, code)
+    return code
+
+
+def _path(runtime: Runtime, source: HlslSource, entry: str) -> Path | None:
+    """Its file, named after all that it is compiled from; None where there is no home to put it in."""
+    digest = hashlib.sha256(repr((runtime.name, source.defines, entry, PROFILE, FLAGS)).encode())
+    digest.update(source.text.encode())
+    folder = _disk.cache_folder("bytecode")
+    return folder / f"{digest.hexdigest()}.bin" if folder else None
+
+
+def _compile(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
+    text = source.text.encode()
+    named = [D3D_SHADER_MACRO(name.encode(), str(value).encode()) for name, value in source.defines]
+    macros = (D3D_SHADER_MACRO * (len(named) + 1))(*named)
+    code, errors = c_void_p(), c_void_p()
+    result = runtime.call(
+        "D3DCompile",
+        create_string_buffer(text),
+        len(text),
+        create_string_buffer(source.name.encode()),
+        macros,
+        None,
+        create_string_buffer(entry.encode()),
+        create_string_buffer(PROFILE),
+        FLAGS,
+        0,
+        code,
+        errors,
+    )
+    said = take_blob(runtime, errors).decode(errors="replace").rstrip("\0").strip()
+    compiled = take_blob(runtime, code)
+    if failed(result) or not compiled:
+        shown = "\n".join(said.splitlines()[:LINES_SHOWN])
+        raise DeviceError(
+            f"{runtime.name} cannot compile {source.name}: {hresult_name(result)}\n{shown}\n"
+            "use another variant, or Vulkan (--device vulkan)"
+        )
+    return compiled
+
+
+def take_blob(runtime: Runtime, slot: c_void_p) -> bytes:
+    """The content of a blob, which is released; empty where there is none."""
+    if not slot.value:
+        return b""
+    blob = Interface(runtime.caller, "ID3D10Blob", slot.value)
+    try:
+        return ctypes.string_at(blob.call("GetBufferPointer"), blob.call("GetBufferSize"))
+    finally:
+        blob.release()

@@ -1,0 +1,216 @@
+"""Buffers: committed resources, in the device's own memory or in memory that the host maps."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from ctypes import c_void_p
+from typing import TYPE_CHECKING, Any
+
+from xinfer.errors import DeviceError, OutOfMemoryError
+from xinfer.gpu._bindings import d3d12 as d3d
+from xinfer.gpu._checks import format_bytes
+from xinfer.gpu._d3d12.core import Core, Handle
+from xinfer.gpu.api import BufferKind, BufferSlice, Bytes, MemoryStatus
+from xinfer.gpu.native import memory_at
+
+if TYPE_CHECKING:
+    from xinfer.gpu._d3d12.recording import Segment
+
+ROUND = 16  # native sizes, so that a shader may load the last bytes as a uint4
+# Mapped buffers lie in custom heaps: shaders may write those, as they may not write upload and readback heaps.
+HEAPS: dict[BufferKind, tuple[int, int, int]] = {
+    "device": (
+        d3d.D3D12_HEAP_TYPE_DEFAULT,
+        d3d.D3D12_CPU_PAGE_PROPERTY_UNKNOWN,
+        d3d.D3D12_MEMORY_POOL_UNKNOWN,
+    ),
+    "upload": (
+        d3d.D3D12_HEAP_TYPE_CUSTOM,
+        d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_COMBINE,
+        d3d.D3D12_MEMORY_POOL_L0,
+    ),
+    "readback": (
+        d3d.D3D12_HEAP_TYPE_CUSTOM,
+        d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK,
+        d3d.D3D12_MEMORY_POOL_L0,
+    ),
+}
+
+
+class Allocator:
+    """Makes native buffers, after a look at what is free."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self._ours = 0
+        self._lock = threading.Lock()
+
+    def status(self) -> MemoryStatus:
+        """How full the device's own memory is."""
+        with self._lock:
+            ours = self._ours
+        return self.core.adapter.memory(ours)
+
+    def allocate(self, kind: BufferKind, size: int, label: str) -> Handle:
+        """A buffer with memory of its own."""
+        counted = size if kind == "device" or self.core.adapter.info.kind != "discrete" else 0
+        if counted > self.status().free:
+            raise self._too_little(size, label)
+        heap_type, page, pool = HEAPS[kind]
+        heap = d3d.D3D12_HEAP_PROPERTIES(Type=heap_type, CPUPageProperty=page, MemoryPoolPreference=pool)
+        desc = d3d.D3D12_RESOURCE_DESC(
+            Dimension=d3d.D3D12_RESOURCE_DIMENSION_BUFFER,
+            Width=size,
+            Height=1,
+            DepthOrArraySize=1,
+            MipLevels=1,
+            SampleDesc=d3d.DXGI_SAMPLE_DESC(Count=1),
+            Layout=d3d.D3D12_TEXTURE_LAYOUT_ROW_MAJOR,
+            Flags=d3d.D3D12_RESOURCE_FLAG_ALLOW_UNORDERED_ACCESS,
+        )
+        state = d3d.D3D12_RESOURCE_STATE_COMMON
+        try:
+            handle = self.core.create(
+                *("ID3D12Resource", "CreateCommittedResource", heap, d3d.D3D12_HEAP_FLAG_NONE, desc, state, None),
+                label=label,
+                on_destroy=lambda: self._count(-counted),
+            )
+        except OutOfMemoryError as error:
+            raise self._too_little(size, label) from error
+        self._count(counted)
+        return handle
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._ours += change
+
+    def _too_little(self, size: int, label: str) -> OutOfMemoryError:
+        status = self.status()
+        missing = format_bytes(max(0, size - status.free))
+        return OutOfMemoryError(
+            f"{label or 'a buffer'} needs {format_bytes(size)} of {self.core.adapter.info.name}'s memory, but only "
+            f"{format_bytes(status.free)} of {format_bytes(status.budget)} are free ({format_bytes(status.ours)} are "
+            f"in use here, {format_bytes(max(0, status.used - status.ours))} by others): {missing} are missing; "
+            "free them, or ask for less",
+            needed=size,
+            free=status.free,
+        )
+
+
+class D3D12Buffer:
+    """A committed buffer; see `api.Buffer`."""
+
+    def __init__(self, owner: BufferOwner, size: int, kind: BufferKind, label: str) -> None:
+        self.owner = owner
+        self.size = size
+        self.kind: BufferKind = kind
+        self.label = label
+        self.released = False
+        self.mapped: memoryview | None = None
+        self._users: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._users_lock = threading.Lock()  # one thread may upload while another records
+        self.handle = owner.allocator.allocate(kind, -(-size // ROUND) * ROUND, label)
+        try:
+            self.gpu_address = self.handle.call("GetGPUVirtualAddress")
+            if kind != "device":
+                self._map()
+        except BaseException:
+            owner.core.destroy(self.handle)
+            raise
+
+    def __getitem__(self, span: slice) -> BufferSlice:
+        """`buffer[start:stop]`, in bytes."""
+        return BufferSlice(self, 0, self.size)[span]
+
+    @property
+    def native(self) -> int:
+        """The ID3D12Resource. Raises DeviceError after release."""
+        self.ensure_alive()
+        return self.handle.address
+
+    def ensure_alive(self) -> None:
+        """Raise DeviceError after release."""
+        if self.released or not self.handle.address:
+            raise DeviceError(f"buffer {self.label!r} is released; it cannot be used any more")
+
+    def add_user(self, segment: Segment) -> None:
+        """A segment touches it from now on."""
+        with self._users_lock:
+            self._users.add(segment)
+
+    def drop_user(self, segment: Segment) -> None:
+        """A segment was released."""
+        with self._users_lock:
+            self._users.discard(segment)
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """The mapped bytes themselves. Whoever asks gives the view back before the buffer goes."""
+        if self.released or self.mapped is None:
+            state = "released" if self.released else "device memory, reached by upload and download"
+            raise DeviceError(f"buffer {self.label!r} is {state}: the host cannot touch it")
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise ValueError(f"bytes {offset} to {offset + size} do not lie within {self.label!r} of {self.size} bytes")
+        return self.mapped[offset : offset + size]
+
+    def write(self, data: Bytes, offset: int = 0) -> None:
+        """Write into a mapped buffer; the work submitted afterwards sees it."""
+        self._require_mapped_kind("write")
+        source = memoryview(data).cast("B")
+        with self.view(offset, len(source)) as target:
+            target[:] = source
+
+    def read(self, offset: int = 0, size: int | None = None) -> bytes:
+        """Read a mapped buffer; it holds what the work that has been waited for wrote."""
+        self._require_mapped_kind("read")
+        with self.view(offset, self.size - offset if size is None else size) as source:
+            return bytes(source)
+
+    def release(self) -> None:
+        """Give the memory back, after the work in flight that uses it; may be called twice."""
+        if self.released:
+            return
+        self.released = True
+        with self._users_lock:
+            users = list(self._users)
+        for segment in users:
+            segment.break_off(f"it uses buffer {self.label!r}, which is released")
+        if self.mapped is not None:
+            self.mapped.release()
+            self.mapped = None
+        self.owner.retire(self.handle)
+
+    def _map(self) -> None:
+        address = c_void_p()
+        self.handle.run("Map", 0, None, address)
+        assert address.value
+        self.mapped = memory_at(address.value, self.size)
+
+    def _require_mapped_kind(self, verb: str) -> None:
+        if self.kind == "device":
+            raise DeviceError(f"cannot {verb} device buffer {self.label!r} in place: use Device.upload and download")
+
+
+class BufferOwner:
+    """What buffers ask of their device."""
+
+    core: Core
+    allocator: Allocator
+
+    def retire(self, *handles: Handle) -> None:
+        """Destroy these once the work in flight has ended."""
+        raise NotImplementedError
+
+
+def as_slice(item: Any) -> BufferSlice:
+    """A whole buffer as a slice; a slice as it is. Raises TypeError for another backend's."""
+    part = item if isinstance(item, BufferSlice) else item[:]
+    if not isinstance(part.buffer, D3D12Buffer):
+        raise TypeError(f"expected a Direct3D 12 buffer, got {type(part.buffer).__name__}")
+    return part
+
+
+def buffer_of(part: BufferSlice) -> D3D12Buffer:
+    """The buffer under a slice that `as_slice` made."""
+    assert isinstance(part.buffer, D3D12Buffer)
+    return part.buffer

@@ -1,0 +1,54 @@
+"""Files that can be made again: safe to delete or to damage, and never a reason to fail."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+DIGEST_BYTES = 32
+
+
+def cache_folder(name: str) -> Path | None:
+    """Where the platform keeps what can be made again; None where there is no home to put it in."""
+    try:
+        home = Path.home()
+    except RuntimeError:
+        home = None
+    variable, below = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}.get(
+        sys.platform, ("XDG_CACHE_HOME", ".cache")
+    )
+    base = os.environ.get(variable) or (str(home / below) if home else None)
+    return Path(base) / "xinfer" / name if base else None
+
+
+def read(path: Path | None, magic: bytes, largest: int) -> bytes | None:
+    """What `write` wrote with this magic, if it is whole and not above `largest` bytes; else None."""
+    try:
+        if path is None or path.stat().st_size > largest + len(magic) + DIGEST_BYTES:
+            return None
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, data = content[len(magic) :][:DIGEST_BYTES], content[len(magic) + DIGEST_BYTES :]
+    whole = content.startswith(magic) and digest == hashlib.sha256(data).digest()
+    return data if whole else None
+
+
+def write(path: Path | None, magic: bytes, data: bytes) -> None:
+    """Write a file whole or not at all; whatever goes wrong is of no consequence."""
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(magic + hashlib.sha256(data).digest() + data)
+        try:
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+    except OSError:
+        return

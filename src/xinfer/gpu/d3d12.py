@@ -1,0 +1,292 @@
+"""The Direct3D 12 backend: adapters are listed, and one is opened as a `D3D12Device`.
+
+On Windows through the system's own libraries, on Linux through vkd3d, which is there for tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from xinfer.errors import DeviceError, DeviceLostError
+from xinfer.gpu import _checks
+from xinfer.gpu._d3d12.adapter import Adapter, list_adapters
+from xinfer.gpu._d3d12.core import Core, Handle
+from xinfer.gpu._d3d12.kernel import D3D12Kernel, RootSignatures
+from xinfer.gpu._d3d12.memory import Allocator, BufferOwner, D3D12Buffer, as_slice
+from xinfer.gpu._d3d12.queue import Queue
+from xinfer.gpu._d3d12.recording import FILL_GROUPS_X, FILL_LANES, D3D12Recording
+from xinfer.gpu._d3d12.runtime import Runtime, load_runtime
+from xinfer.gpu._d3d12.transfer import Transfers
+from xinfer.gpu.api import (
+    Bindable,
+    BufferKind,
+    Bytes,
+    DebugMessage,
+    Device,
+    DeviceInfo,
+    HlslSource,
+    KernelCode,
+    MemoryStatus,
+    Recording,
+    RemovedReason,
+    Ticket,
+)
+
+CLOSE_TIMEOUT_S = 10.0
+# Direct3D 12 has no command that fills a buffer without a descriptor heap.
+FILL = KernelCode(
+    id="fill",
+    spirv=b"",
+    hlsl=HlslSource(
+        name="fill.hlsl",
+        text="""
+struct Constants { uint first; uint count; uint value; };
+RWStructuredBuffer<uint> target : register(u0);
+ConstantBuffer<Constants> constants : register(b0);
+[numthreads(LANES, 1, 1)]
+void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
+    uint i = (group.y * GROUPS_X + group.x) * LANES + lane;
+    if (i < constants.count) target[constants.first + i] = constants.value;
+}
+""",
+        defines=(("LANES", FILL_LANES), ("GROUPS_X", FILL_GROUPS_X)),
+    ),
+    n_buffers=1,
+    n_constants=3,
+    workgroup=(FILL_LANES, 1, 1),
+)
+
+
+def list_devices() -> list[DeviceInfo]:
+    """The adapters that Direct3D 12 shows. Raises DeviceError where it is not installed."""
+    adapters = list_adapters(load_runtime())
+    try:
+        return [adapter.info for adapter in adapters]
+    finally:
+        for adapter in adapters:
+            adapter.release()
+
+
+def open_device(index: int, *, debug: bool = False) -> Device:
+    """Open the adapter with this index. Raises DeviceError where there is none."""
+    return D3D12Device(index, debug=debug)
+
+
+def diagnose() -> list[str]:
+    """Why Direct3D 12 shows no GPU, and what to do about it; [] where it shows one, and where nobody expects it."""
+    if sys.platform != "win32":
+        return []  # vkd3d is there for tests
+    try:
+        devices = list_devices()
+    except DeviceError as error:
+        return [f"Direct3D 12 cannot be used ({error}); it needs 64-bit Windows 10 or newer and a graphics driver"]
+    if any(device.kind != "cpu" for device in devices):
+        return []
+    names = ", ".join(device.name for device in devices) or "none"
+    return [f"Direct3D 12 shows no GPU, only software ({names}): install the graphics card's driver"]
+
+
+class D3D12Device(BufferOwner):
+    """See `api.Device`."""
+
+    def __init__(self, index: int = 0, *, debug: bool = False, runtime: Runtime | None = None) -> None:
+        runtime = runtime or load_runtime()
+        adapter = _take(list_adapters(runtime), index)
+        try:
+            self.core = Core(runtime, adapter, debug=debug)
+        except BaseException:
+            adapter.release()
+            raise
+        self.info: DeviceInfo = adapter.info
+        try:
+            self._trash: deque[tuple[int, tuple[Handle, ...]]] = deque()
+            self._trash_lock = threading.Lock()
+            self._queue = Queue(self.core)
+            self.allocator = Allocator(self.core)
+            self._signatures = RootSignatures(self.core)
+            self._filler: D3D12Kernel | None = None
+            self._transfers = Transfers(self, self._queue)
+        except BaseException:
+            self.core.close()
+            raise
+
+    def create_buffer(self, size: int, kind: BufferKind = "device", label: str = "") -> D3D12Buffer:
+        """New memory, its content undefined. Raises OutOfMemoryError before the driver would."""
+        self.core.ensure_usable()
+        _checks.check_size(size, self.info, label)
+        self.collect()
+        return D3D12Buffer(self, size, kind, label)
+
+    def create_kernel(self, code: KernelCode) -> D3D12Kernel:
+        """Compile a shader. Raises DeviceError where the device lacks what it needs."""
+        self.core.ensure_usable()
+        return D3D12Kernel(self, self._signatures, code)
+
+    def create_recording(self, label: str) -> D3D12Recording:
+        """An empty recording."""
+        self.core.ensure_usable()
+        if self._filler is None:
+            self._filler = D3D12Kernel(self, self._signatures, FILL)
+        return D3D12Recording(self, self._queue, self._filler, label)
+
+    def submit(self, recording: Recording, segments: Sequence[str] | None = None) -> Ticket:
+        """Queue a finished recording, or some of its segments; uploads made before come first."""
+        if not isinstance(recording, D3D12Recording):
+            raise TypeError(f"expected a Direct3D 12 recording, got {type(recording).__name__}")
+        self.core.ensure_usable()
+        parts = recording.choose(segments)
+        self._transfers.kick()
+        if self._trash:
+            self.collect()
+        with self._queue.lock:
+            value = self._queue.submit([recording.free_list(part) for part in parts])
+        for part in parts:
+            part.ran = True
+        return Ticket(value, recording.label)
+
+    def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
+        """Block until `ticket` has ended; see `api.Device.wait`. Raises DeviceError after `timeout_s`."""
+        self.core.ensure_usable()
+        if self._queue.spin(ticket.value, min(spin_s, timeout_s)) or self._queue.wait(ticket.value, timeout_s):
+            return
+        raise DeviceError(
+            f"{ticket.label!r} has not ended after {timeout_s:.1f} s; "
+            "the device may be hung, or the work too much for it"
+        )
+
+    def poll(self, ticket: Ticket) -> bool:
+        """Whether `ticket` has ended."""
+        self.core.ensure_usable()
+        return self._queue.completed() >= ticket.value
+
+    def upload(self, target: Bindable, data: Bytes) -> None:
+        """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
+        self.core.ensure_usable()
+        self._transfers.upload(as_slice(target), data)
+
+    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
+        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
+        self.core.ensure_usable()
+        self._transfers.upload_from(as_slice(target), fill)
+
+    def flush_uploads(self, timeout_s: float = 60.0) -> None:
+        """Block until every upload has arrived."""
+        self.core.ensure_usable()
+        self._transfers.flush(timeout_s)
+
+    def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
+        """Read device memory after everything submitted before."""
+        self.core.ensure_usable()
+        return self._transfers.download(as_slice(source), timeout_s)
+
+    def timestamps(self, recording: Recording) -> list[tuple[str, float]]:
+        """(label, seconds since the recording's first timestamp) of the last run, which has been waited for."""
+        if not isinstance(recording, D3D12Recording):
+            raise TypeError(f"expected a Direct3D 12 recording, got {type(recording).__name__}")
+        self.core.ensure_usable()
+        ticks = recording.times()
+        period = 1 / self._queue.frequency()
+        return [(label, (tick - ticks[0][1]) * period) for label, tick in ticks]
+
+    def memory(self) -> MemoryStatus:
+        """How full the device memory is."""
+        self.core.ensure_usable()
+        return self.allocator.status()
+
+    def live_objects(self) -> dict[str, int]:
+        """COM objects alive by type, those at zero left out: {} once everything is released."""
+        return self.core.live_objects()
+
+    def drain_debug_messages(self) -> list[DebugMessage]:
+        """What the debug layer said since the last call; empty without `debug`, and with vkd3d, which has none."""
+        return self.core.drain_debug_messages()
+
+    def removed_reason(self) -> RemovedReason:
+        """What GetDeviceRemovedReason answers, with device removed extended data where there is any."""
+        return self.core.removed_reason()
+
+    def retire(self, *handles: Handle) -> None:
+        """Destroy these once the work in flight has ended."""
+        if self.core.closed or self.core.forked:
+            return
+        if self.core.lost is None:
+            self._transfers.kick()  # uploads not yet on their way may be into what goes
+        with self._trash_lock:
+            self._trash.append((self._queue.submitted, handles))
+        self.collect()
+
+    def collect(self) -> None:
+        """Destroy what was released and is no longer in use."""
+        if not self._trash or self.core.lost is not None:
+            return
+        with self._trash_lock:
+            try:
+                done = self._queue.completed()
+            except DeviceLostError:
+                return
+            while self._trash and self._trash[0][0] <= done:
+                for handle in self._trash[0][1]:
+                    self.core.destroy(handle)
+                self._trash.popleft()
+
+    def close(self) -> None:
+        """Wait (bounded) for the work in flight and give everything back; may be called twice."""
+        if self.core.closed:
+            return
+        if self.core.forked:
+            self.core.abandon()
+            return
+        if not self._idle():
+            self.core.abandon()
+            warnings.warn(
+                f"{self.info.name} is still busy {CLOSE_TIMEOUT_S:.0f} s after it was to be closed; "
+                "what it holds comes back when the process ends",
+                ResourceWarning,
+                stacklevel=2,
+            )
+            return
+        self._transfers.release()
+        self.collect()
+        self.core.close()
+
+    def _idle(self) -> bool:
+        if self.core.lost is not None:
+            return True
+        try:
+            return self._queue.wait(self._queue.submitted, CLOSE_TIMEOUT_S)
+        except DeviceLostError:
+            return True
+
+    def __del__(self) -> None:
+        core = getattr(self, "core", None)
+        if core is not None and not sys.is_finalizing() and not core.closed and not core.forked:
+            warnings.warn(f"{core.adapter.info.name} was never closed", ResourceWarning, source=self, stacklevel=1)
+            self.close()
+
+    def __enter__(self) -> Self:
+        """The device itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+
+def _take(adapters: list[Adapter], index: int) -> Adapter:
+    """The adapter with this index; the others are released."""
+    chosen = next((adapter for adapter in adapters if adapter.info.index == index), None)
+    for adapter in adapters:
+        if adapter is not chosen:
+            adapter.release()
+    if chosen is None:
+        found = ", ".join(f"d3d12:{a.info.index} ({a.info.name})" for a in adapters) or "none"
+        raise DeviceError(f"no Direct3D 12 device has the index {index}; there are: {found}")
+    return chosen

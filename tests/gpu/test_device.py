@@ -1,0 +1,289 @@
+"""Buffers, kernels and transfers on every backend, and on every path that the options of `VulkanDevice` force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tests.gpu import tiny_spirv
+from tests.gpu.conftest import BACKENDS, VALIDATION, no_messages
+from tests.gpu.long_work import start_long_work
+
+from xinfer.errors import DeviceError
+from xinfer.gpu._d3d12 import transfer as d3d12_transfer
+from xinfer.gpu._vk import transfer
+from xinfer.gpu.api import Bindable, BufferSlice, Device
+from xinfer.gpu.d3d12 import D3D12Device
+from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
+
+PATHS = {
+    "direct": VulkanOptions(direct=True),
+    "staged": VulkanOptions(direct=False),
+    "two clocks": VulkanOptions(direct=False, second_clock=True),
+    "fences": VulkanOptions(direct=False, without=frozenset({"timeline"})),
+    "Vulkan 1.1": VulkanOptions(newest=(1, 1)),
+    "Vulkan 1.1, fences, staged": VulkanOptions(newest=(1, 1), direct=False, without=frozenset({"timeline"})),
+}
+# What a device keeps to use it again, and what it makes of each for a staging chunk.
+KEPT = {"VkDescriptorSetLayout", "VkPipelineLayout", "VkFence", "ID3D12RootSignature", "ID3D12PipelineState"}
+STAGING = {
+    "Vk": {"VkBuffer", "VkDeviceMemory", "VkCommandPool"},
+    "ID": {"ID3D12Resource", "ID3D12CommandAllocator", "ID3D12GraphicsCommandList"},
+}
+SEED = 20240229
+
+PathDevice = VulkanDevice | D3D12Device
+
+
+def paths() -> list[str]:
+    on_vulkan = [*PATHS] if any(selector.startswith("vulkan") for selector in BACKENDS) else []
+    return on_vulkan + [selector for selector in BACKENDS if selector.startswith("d3d12")]
+
+
+@pytest.fixture(scope="module", params=paths())
+def shared_path_device(
+    request: pytest.FixtureRequest, open_vulkan_for_module: Callable[..., VulkanDevice]
+) -> Iterator[PathDevice]:
+    if request.param in PATHS:
+        yield open_vulkan_for_module(PATHS[request.param])
+        return
+    with D3D12Device(int(request.param.partition(":")[2] or 0), debug=VALIDATION) as device:
+        yield device
+    assert device.live_objects() == {}
+
+
+@pytest.fixture
+def path_device(shared_path_device: PathDevice) -> Iterator[PathDevice]:
+    """A device on each path; all that the test made has to be gone in the end, and validation has nothing to say."""
+    device = shared_path_device
+    before = device.live_objects()
+    yield device
+    device.flush_uploads()
+    no_messages(device)
+    device.collect()
+    grown = {kind: n - before.get(kind, 0) for kind, n in device.live_objects().items() if n > before.get(kind, 0)}
+    staging = STAGING["Vk" if isinstance(device, VulkanDevice) else "ID"]
+    assert grown.keys() <= KEPT | staging
+    counts = {grown.get(kind, 0) for kind in staging}
+    assert len(counts) == 1
+    assert counts.pop() <= transfer.CHUNKS + 1
+
+
+def test_both_backends_stage_alike() -> None:
+    """So that the sizes which the tests take are at the borders of each."""
+    names = ("CHUNK", "CHUNKS", "SMALL")
+    assert [getattr(transfer, n) for n in names] == [getattr(d3d12_transfer, n) for n in names]
+
+
+def words(count: int, seed: int = SEED) -> NDArray[np.uint32]:
+    return np.random.default_rng(seed).integers(0, 1 << 32, count, dtype=np.uint32)
+
+
+def get(device: Device, part: Bindable) -> NDArray[np.uint32]:
+    return np.frombuffer(device.download(part), np.uint32)
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, 4097, 300_000])
+def test_kernel_computes(path_device: PathDevice, n: int) -> None:
+    x, y, a = words(n), words(n, 1), 2654435761
+    with_x, with_y = path_device.create_buffer(4 * n, label="x"), path_device.create_buffer(4 * n, label="y")
+    path_device.upload(with_x, x.data)
+    path_device.upload(with_y, y.data)
+    kernel = path_device.create_kernel(tiny_spirv.axpy())
+    recording = path_device.create_recording("axpy")
+    recording.dispatch(kernel, [with_x, with_y], [n, a], (-(-n // 64), 1, 1), "axpy")
+    recording.finish()
+    for times in (1, 2):
+        path_device.wait(path_device.submit(recording))
+        np.testing.assert_array_equal(get(path_device, with_y), y + np.uint32(times * a & 0xFFFFFFFF) * x)
+    for item in (recording, kernel, with_x, with_y):
+        item.release()
+
+
+def test_constants_as_bytes_and_slices_as_buffers(path_device: PathDevice) -> None:
+    align = path_device.info.storage_alignment
+    buffer = path_device.create_buffer(3 * max(align, 256))
+    step, n = buffer.size // 3, 64
+    x, y = words(n), words(n, 1)
+    path_device.upload(buffer[step : step + 4 * n], x.data)
+    path_device.upload(buffer[2 * step : 2 * step + 4 * n], y.data)
+    path_device.upload(buffer[:step], bytes(step))
+    kernel = path_device.create_kernel(tiny_spirv.axpy())
+    recording = path_device.create_recording("slices")
+    constants = np.array([n, 3], np.uint32).tobytes()
+    recording.dispatch(kernel, [buffer[step:][: 4 * n], buffer[2 * step :]], constants, (1, 1, 1), "axpy")
+    recording.finish()
+    path_device.wait(path_device.submit(recording))
+    np.testing.assert_array_equal(get(path_device, buffer[2 * step : 2 * step + 4 * n]), y + np.uint32(3) * x)
+    assert path_device.download(buffer[:step]) == bytes(step)
+    for item in (recording, kernel, buffer):
+        item.release()
+
+
+@pytest.mark.parametrize("size", [4, transfer.SMALL, transfer.SMALL + 4, transfer.CHUNK, 5 * transfer.CHUNK + 12])
+def test_what_is_uploaded_comes_back(path_device: PathDevice, size: int) -> None:
+    buffer = path_device.create_buffer(size + 64, label="target")
+    path_device.upload(buffer, bytes([0xA5]) * (size + 64))
+    data = words(size // 4).tobytes()
+    path_device.upload(buffer[32 : 32 + size], data)
+    whole = path_device.download(buffer)
+    assert whole[32:-32] == data
+    assert whole[:32] == whole[-32:] == bytes([0xA5]) * 32
+    buffer.release()
+
+
+def test_upload_from_fills_front_to_back(path_device: PathDevice) -> None:
+    size = 3 * transfer.CHUNK + 20
+    data = words(size // 4).tobytes()
+    buffer = path_device.create_buffer(size)
+    pieces: list[int] = []
+
+    def fill(piece: memoryview) -> None:
+        start = sum(pieces)
+        piece[:] = data[start : start + len(piece)]
+        pieces.append(len(piece))
+
+    path_device.upload_from(buffer, fill)
+    path_device.flush_uploads()
+    assert sum(pieces) == size
+    assert path_device.download(buffer) == data
+    buffer.release()
+
+
+def test_a_fill_that_fails_leaves_the_device_usable(path_device: PathDevice) -> None:
+    buffer = path_device.create_buffer(transfer.CHUNK + 4)
+
+    def fill(piece: memoryview) -> None:
+        raise OSError("the disk is gone")
+
+    for _ in range(2 * transfer.CHUNKS):
+        with pytest.raises(OSError, match="the disk is gone"):
+            path_device.upload_from(buffer, fill)
+    data = words(buffer.size // 4).tobytes()
+    path_device.upload(buffer, data)
+    assert path_device.download(buffer) == data
+    buffer.release()
+
+
+def test_a_view_is_dead_after_its_fill(path_device: PathDevice) -> None:
+    buffer = path_device.create_buffer(1 << 20)
+    views: list[memoryview] = []
+    path_device.upload_from(buffer, views.append)
+    with pytest.raises(ValueError, match="released"):
+        views[0][0] = 1
+    buffer.release()
+
+
+def test_uploads_come_in_the_order_of_the_calls(path_device: PathDevice) -> None:
+    """Small ones share a chunk, large ones have their own: the last writer of each byte wins all the same."""
+    size = 2 * transfer.SMALL
+    buffer, expected = path_device.create_buffer(size), bytearray(size)
+    generator = np.random.default_rng(SEED)
+    for value in range(1, 60):
+        start, stop = sorted(4 * int(i) for i in generator.integers(0, size // 4 + 1, 2))
+        start, stop = (0, size) if value % 20 == 1 else (start, stop)
+        if start == stop:
+            continue
+        expected[start:stop] = bytes([value]) * (stop - start)
+        path_device.upload(buffer[start:stop], bytes([value]) * (stop - start))
+    assert path_device.download(buffer) == expected
+    buffer.release()
+
+
+def test_thousands_of_small_uploads(path_device: PathDevice) -> None:
+    count, size = 3000, 12_000  # more than the staging ring holds
+    buffer = path_device.create_buffer(16 * size)
+    for i in range(count):
+        path_device.upload(buffer[i % 16 * size :][:size], i.to_bytes(4, "little") * (size // 4))
+    last = np.frombuffer(path_device.download(buffer), np.uint32).reshape(16, -1)
+    assert (last == last[:, :1]).all()
+    assert sorted(last[:, 0]) == list(range(count - 16, count))
+    buffer.release()
+
+
+def test_an_upload_waits_for_the_work_that_reads_its_target(path_device: PathDevice) -> None:
+    n = 100_000
+    source, target = path_device.create_buffer(4 * n, label="source"), path_device.create_buffer(4 * n, label="target")
+    old, new = words(n), words(n, 1)
+    path_device.upload(source, old.data)
+    path_device.upload(target, bytes(4 * n))
+    recording = path_device.create_recording("copy")
+    recording.copy(source, target)
+    recording.finish()
+    path_device.flush_uploads()
+    _, items = start_long_work(path_device, 0.3)
+    ticket = path_device.submit(recording)  # queued behind the busy work
+    path_device.upload(source, new.data)
+    path_device.wait(ticket)
+    np.testing.assert_array_equal(get(path_device, target), old)
+    np.testing.assert_array_equal(get(path_device, source), new)
+    path_device.wait(path_device.submit(recording))
+    np.testing.assert_array_equal(get(path_device, target), new)
+    for item in (*items, recording, source, target):
+        item.release()
+
+
+def test_mapped_buffers(path_device: PathDevice) -> None:
+    n = 1000
+    upload, back = path_device.create_buffer(4 * n, "upload"), path_device.create_buffer(4 * n, "readback")
+    data = words(n).tobytes()
+    upload.write(data)
+    upload.write(data[:8], offset=16)
+    recording = path_device.create_recording("copy")
+    recording.copy(upload, back)
+    recording.finish()
+    path_device.wait(path_device.submit(recording))
+    expected = data[:16] + data[:8] + data[24:]
+    assert back.read() == expected
+    assert back.read(16, 8) == data[:8]
+    upload.write(data)
+    path_device.wait(path_device.submit(recording))
+    assert back.read() == data
+    for item in (recording, upload, back):
+        item.release()
+    with pytest.raises(DeviceError, match="released"):
+        back.read()
+    with pytest.raises(DeviceError, match="released"):
+        upload.write(data)
+
+
+def test_a_kernel_writes_a_readback_buffer(path_device: PathDevice) -> None:
+    """As the argmax does with the ring of tokens."""
+    x, back = path_device.create_buffer(256), path_device.create_buffer(256, "readback")
+    path_device.upload(x, words(64).data)
+    kernel = path_device.create_kernel(tiny_spirv.axpy())
+    recording = path_device.create_recording("into readback")
+    recording.fill(back, 0)
+    recording.barrier()
+    recording.dispatch(kernel, [x, back], [64, 1], (1, 1, 1), "axpy")
+    recording.finish()
+    path_device.wait(path_device.submit(recording))
+    assert back.read() == words(64).tobytes()
+    for item in (recording, kernel, x, back):
+        item.release()
+
+
+def test_errors_of_use(device: Device) -> None:
+    buffer = device.create_buffer(100, label="some buffer")
+    with pytest.raises(ValueError, match="bytes 90 to 110 do not lie within buffer 'some buffer' of 100"):
+        device.upload(BufferSlice(buffer, 90, 20), bytes(20))
+    with pytest.raises(ValueError, match="cannot upload 3 bytes into 4"):
+        device.upload(buffer[:4], bytes(3))
+    with pytest.raises(ValueError, match="start <= stop"):
+        buffer[0:10:2]
+    with pytest.raises(DeviceError, match="use Device"):
+        buffer.write(b"1234")
+    with pytest.raises(DeviceError, match="in place"):
+        buffer.read()
+    with pytest.raises(ValueError, match="at least 1"):
+        device.create_buffer(0, label="nothing")
+    with pytest.raises(DeviceError, match="slice it"):
+        device.create_buffer(device.info.max_allocation + 1)
+    buffer.release()
+    buffer.release()
+    with pytest.raises(DeviceError, match="released"):
+        device.upload(buffer, bytes(100))
+    with pytest.raises(DeviceError, match="released"):
+        device.download(buffer)
