@@ -127,7 +127,8 @@ class Loss:
 
     def __str__(self) -> str:
         told = f" ({'; '.join(self.details)})" if self.details else ""
-        return f"{self.call} failed: {self.reason}{told}"
+        code = f" ({self.code:#010x})" if self.code > 0 else ""  # an HRESULT: people look them up by number
+        return f"{self.call} failed: {self.reason}{code}{told}"
 
     @property
     def where(self) -> str:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from xinfer.errors import Loss, LostOp
-from xinfer.gpu.api import BufferSlice, DebugMessage, DeviceInfo, Groups, KernelCode
+from xinfer.gpu.api import BufferSlice, DebugMessage, DeviceInfo, Groups, KernelCode, RemovedReason
 
 MARKER = struct.Struct("<3I")
 MESSAGES_SHOWN = 3
-TIMEOUT = "TIMEOUT"  # the reason of a loss that no driver told of: work has not ended in its time
+HUNG = RemovedReason("TIMEOUT", 0)  # the reason of a loss that no driver told of: work has not ended in its time
 
 
 @dataclass(frozen=True, slots=True)

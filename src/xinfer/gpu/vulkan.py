@@ -16,7 +16,7 @@ from typing import Self
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError
 from xinfer.gpu import _checks, _probe, native
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._trail import MARKER, TIMEOUT
+from xinfer.gpu._trail import HUNG, MARKER
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily, list_adapters
 from xinfer.gpu._vk.cache import PipelineCache
 from xinfer.gpu._vk.core import Core, Handle
@@ -181,7 +181,7 @@ class VulkanDevice(BufferOwner):
         raise DeviceHungError(
             f"{ticket.label!r} has not ended after {timeout_s:.1f} s{self._progress(ticket)}; "
             "the device may be hung, or the work too much for it",
-            self.core.loss(f"{ticket.label!r}", TIMEOUT),
+            self.core.loss(f"{ticket.label!r}", HUNG.name),
         )
 
     def _progress(self, ticket: Ticket) -> str:

@@ -14,7 +14,7 @@ from ctypes import byref
 
 from xinfer.errors import DeviceHungError
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._trail import TIMEOUT
+from xinfer.gpu._trail import HUNG
 from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu._vk.recording import Segment
@@ -238,7 +238,7 @@ class Transfers:
                 if not self._idle and not self._room.wait(TIMEOUT_S):
                     raise DeviceHungError(
                         f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
-                        self.core.loss("an upload", TIMEOUT),
+                        self.core.loss("an upload", HUNG.name),
                     )
             chunk = self._idle.popleft()
         try:
@@ -273,5 +273,5 @@ class Transfers:
         if value > queue.completed() and not queue.wait(value, timeout_s):
             raise DeviceHungError(
                 f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?",
-                self.core.loss("a transfer", TIMEOUT),
+                self.core.loss("a transfer", HUNG.name),
             )
