@@ -10,9 +10,11 @@ reference whose cache is rounded just so, and against the plain reference, with 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +25,12 @@ from tests.gpu.conftest import BACKENDS, VALIDATION, missing, no_messages
 
 import build_shaders
 from xinfer import gpu
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.model import KVType
+from xinfer.gpu_model.weights import Split, WeightsLayout
 from xinfer.model.reference import ReferenceCache, ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -230,3 +234,83 @@ def test_f16_cache_with_biases_as_large_as_trained_ones(device: Device, checkpoi
         check("K bias 700, f32 cache", model.forward(ids), expected, LIMIT)
     with both(folder, device, kv_dtype="f16") as (model, oracle):
         check("K bias 700, f16 cache", model.forward(ids), expected, limit)
+
+
+# --- layers that do not fit -----------------------------------------------------------------------------------------
+
+PROMPT_TOKENS, ANSWER_TOKENS = 40, 6
+
+
+def answers(model: QwenModel, ids: NDArray[np.int64]) -> tuple[list[int], Array, Array]:
+    """Greedy tokens behind a prompt, all logits, and those of a step behind a cache."""
+    cache = model.make_cache(PROMPT_TOKENS + ANSWER_TOKENS)
+    model.extend(ids[:-1], cache)
+    tokens = list(model.greedy(int(ids[-1]), cache, limit=ANSWER_TOKENS))
+    return tokens, model.forward(ids), model.forward(ids, last_only=True)
+
+
+def splits(n_layers: int) -> Iterator[Split]:
+    """Every choice of streamed layers, through 1 to 3 slots; pinned and read again in turn."""
+    for n_streamed in range(1, n_layers + 1):
+        for streamed in itertools.combinations(range(n_layers), n_streamed):
+            for n_slots in range(1, min(3, n_streamed) + 1):
+                yield Split(streamed=streamed, n_slots=n_slots, pinned=(sum(streamed) + n_slots) % 2 == 0)
+
+
+@pytest.fixture
+def one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts go in one piece, however slow the device: chunks of other sizes take other kernels."""
+    monkeypatch.setattr(model_module, "FIRST_CHUNK", 64)
+    monkeypatch.setattr(model_module, "CHUNK_SECONDS", 1e6)
+
+
+@pytest.mark.parametrize(("case", "table_on_host"), [("streaming", False), ("streaming_untied", True)])
+@pytest.mark.usefixtures("one_chunk")
+def test_streaming_matches_resident(
+    device: Device, checkpoint: CheckpointFactory, case: str, table_on_host: bool
+) -> None:
+    """Bit for bit, whatever is streamed: the same kernels run on the same bytes."""
+    spec = SyntheticSpec(num_hidden_layers=3, tie_word_embeddings=not table_on_host, dtype="float16")
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        layout = WeightsLayout(weights)
+        ids = np.random.default_rng(3).integers(0, weights.config.vocab_size, PROMPT_TOKENS)
+        with QwenModel.load(weights, device, kv_dtype="f32") as resident:
+            tokens, every, last = answers(resident, ids)
+        for split in splits(weights.config.num_hidden_layers):
+            split = replace(split, table_on_host=table_on_host)
+            with QwenModel.load(weights, device, kv_dtype="f32", split=split) as streaming:
+                found = answers(streaming, ids)
+                sent = streaming.bytes_sent
+            assert found[0] == tokens, split
+            assert np.array_equal(found[1], every), split
+            assert np.array_equal(found[2], last), split
+            # A prompt and the steps behind it; all logits at once; a prompt and the step that gives its last ones.
+            passes = 1 + ANSWER_TOKENS + 1 + 2
+            assert sent == passes * sum(layout.layers[i].size for i in split.streamed), split
+
+
+@pytest.mark.usefixtures("one_chunk")
+def test_a_budget_is_kept(device: Device, checkpoint: CheckpointFactory) -> None:
+    """As many layers stay as fit; never does more memory than allowed hold anything; too small a budget is refused."""
+    spec = SyntheticSpec(num_hidden_layers=6, hidden_size=256, intermediate_size=1024, dtype="float16")
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        ids = np.random.default_rng(4).integers(0, weights.config.vocab_size, PROMPT_TOKENS)
+        with QwenModel.load(weights, device, kv_dtype="f32") as resident:
+            expected = answers(resident, ids)
+            whole = resident.plan
+        least = replace(whole, split=Split(streamed=tuple(range(6)), n_slots=2)).needed(None)
+        kept = []
+        for budget in range(whole.needed(None), least - 1, -whole.layout.slot_bytes):
+            with QwenModel.load(weights, device, kv_dtype="f32", vram_budget=budget) as model:
+                assert device.memory().budget - device.memory().used <= budget
+                found = answers(model, ids)
+                kept.append(6 - len(model.plan.split.streamed))
+                assert model.plan.needed(None) <= budget
+            assert found[0] == expected[0]
+            assert np.array_equal(found[1], expected[1])
+        assert kept[0] == 6
+        assert kept[-1] == 0
+        assert kept == sorted(kept, reverse=True)
+        with pytest.raises(OutOfMemoryError, match="are missing"):
+            QwenModel.load(weights, device, kv_dtype="f32", vram_budget=least // 2)
+        device.limit_memory(None)

@@ -225,16 +225,16 @@ def test_too_little_memory_is_said_before_anything_is_read(
     spec = SyntheticSpec(max_position_embeddings=100_000)
     with ModelWeights.open(checkpoint(spec)) as weights:
         plan = memory.MemoryPlan(
-            weights.config,
-            WeightsLayout(weights),
-            memory.cache_shape(weights.config, "f16"),
-            memory.max_rows(device.info, weights.config, 100_000),
+            config=weights.config,
+            layout=WeightsLayout(weights),
+            shape=memory.cache_shape(weights.config, "f16"),
+            rows=memory.max_rows(device.info, weights.config, 100_000),
         )
-        free = plan.layout.nbytes + plan.workspace + plan.cache(20_000)
+        free = plan.weights + plan.workspace + plan.cache(20_000)
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=free, ours=0))
         monkeypatch.setattr(ModelWeights, "read_into", lambda *_: pytest.fail("read before asking for memory"))
         with pytest.raises(OutOfMemoryError, match="a context of 20,000 tokens would fit") as caught:
-            QwenModel.load(weights, device, context=90_000)
+            QwenModel.load(weights, device, context=90_000, mode="resident")
         assert caught.value.missing == plan.cache(90_000) - plan.cache(20_000)
         assert "weights" in str(caught.value)
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=2 * free - 1000, ours=0))
@@ -247,17 +247,17 @@ def test_too_little_memory_is_said_before_anything_is_read(
 def test_what_is_asked_for_covers_what_is_taken(device: Device, checkpoint: CheckpointFactory) -> None:
     with ModelWeights.open(checkpoint("untied")) as weights:
         plan = memory.MemoryPlan(
-            weights.config,
-            WeightsLayout(weights),
-            memory.cache_shape(weights.config, "f32"),
-            memory.max_rows(device.info, weights.config, 2048),
+            config=weights.config,
+            layout=WeightsLayout(weights),
+            shape=memory.cache_shape(weights.config, "f32"),
+            rows=memory.max_rows(device.info, weights.config, 2048),
         )
         before = device.memory().ours
         with QwenModel.load(weights, device, kv_dtype="f32", context=2048) as model:
             cache = model.make_cache(2048)
             model.extend(np.zeros(1500, np.int64), cache)
             taken = device.memory().ours - before
-    assert plan.layout.nbytes < taken < plan.layout.nbytes + plan.workspace + plan.cache(2048)
+    assert plan.weights < taken < plan.needed(2048)
 
 
 def test_the_cache_grows_with_the_sequence(device: Device, checkpoint: CheckpointFactory) -> None:

@@ -46,6 +46,13 @@ def check_kernel(code: KernelCode, info: DeviceInfo) -> None:
         )
 
 
+def check_transfer(source: BufferSlice, target: BufferSlice) -> None:
+    """Raise ValueError where a transfer is not from an upload buffer to as many bytes of device memory."""
+    kinds = source.buffer.kind, target.buffer.kind
+    if kinds != ("upload", "device") or source.size != target.size:
+        raise ValueError(f"a transfer of {source.size} bytes of {kinds[0]} to {target.size} of {kinds[1]} memory")
+
+
 def check_dispatch(
     code: KernelCode, info: DeviceInfo, parts: Sequence[BufferSlice], constants: bytes | Sequence[int], groups: Groups
 ) -> bytes:

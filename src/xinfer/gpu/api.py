@@ -90,6 +90,7 @@ class MemoryStatus:
     budget: int
     used: int
     ours: int
+    peak: int = 0  # the most that our buffers of the kind "device" took at one time
 
     @property
     def free(self) -> int:
@@ -265,6 +266,9 @@ class Device(Protocol):
     def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
         """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
 
+    def transfer(self, source: Bindable, target: Bindable) -> None:
+        """As `upload`, from an "upload" buffer, without a copy by the host; `source` must stay as it is until then."""
+
     def flush_uploads(self, timeout_s: float = 60.0) -> None:
         """Block until every upload has arrived."""
 
@@ -276,6 +280,9 @@ class Device(Protocol):
 
     def memory(self) -> MemoryStatus:
         """How full the device memory is."""
+
+    def limit_memory(self, n_bytes: int | None) -> None:
+        """Let buffers of the kind "device" take so much at most, all together; None lifts the limit."""
 
     def live_objects(self) -> dict[str, int]:
         """Native objects alive by type, those at zero left out: {} once everything is released."""

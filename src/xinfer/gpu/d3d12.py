@@ -188,6 +188,11 @@ class D3D12Device(BufferOwner):
         self.core.ensure_usable()
         self._transfers.upload_from(as_slice(target), fill)
 
+    def transfer(self, source: Bindable, target: Bindable) -> None:
+        """Copy from an upload buffer into device memory, in order as an upload."""
+        self.core.ensure_usable()
+        self._transfers.transfer(as_slice(source), as_slice(target))
+
     def flush_uploads(self, timeout_s: float = 60.0) -> None:
         """Block until every upload has arrived."""
         self.core.ensure_usable()
@@ -211,6 +216,10 @@ class D3D12Device(BufferOwner):
         """How full the device memory is."""
         self.core.ensure_usable()
         return self.allocator.status()
+
+    def limit_memory(self, n_bytes: int | None) -> None:
+        """Let device buffers take so much at most."""
+        self.allocator.meter.limit = n_bytes
 
     def live_objects(self) -> dict[str, int]:
         """COM objects alive by type, those at zero left out: {} once everything is released."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu import _checks
+from xinfer.gpu._meter import Meter
 from xinfer.gpu.api import (
     Bindable,
     BufferKind,
@@ -96,7 +97,7 @@ class NullBuffer:
         """Give it back; may be called twice."""
         if not self.released:
             self.released = True
-            self.device.forget("buffer", self.size)
+            self.device.forget_buffer(self)
 
     def _require_mapped(self) -> None:
         if self.released or self.kind == "device":
@@ -202,16 +203,19 @@ class NullDevice:
         self.submitted: list[tuple[NullRecording, tuple[str, ...]]] = []
         self._alive: Counter[str] = Counter()
         self._bytes = 0
+        self.meter = Meter()
 
     def create_buffer(self, size: int, kind: BufferKind = "device", label: str = "") -> NullBuffer:
         """New memory, zeros."""
         self._ensure_open()
         _checks.check_size(size, self.info, label)
-        free = self.memory().free
+        free = self.memory().free if kind == "device" else self.info.heap_bytes - self._bytes
         if size > free:
             raise OutOfMemoryError(f"{label!r} needs {size} bytes, {free} are free", needed=size, free=free)
         self._alive["buffer"] += 1
         self._bytes += size
+        if kind == "device":
+            self.meter.count(size)
         return NullBuffer(self, size, kind, label)
 
     def create_kernel(self, code: KernelCode) -> NullKernel:
@@ -266,6 +270,12 @@ class NullDevice:
         with self._view(target) as view:
             fill(view)
 
+    def transfer(self, source: Bindable, target: Bindable) -> None:
+        """Copy at once."""
+        _checks.check_transfer(as_slice(source), as_slice(target))
+        with self._view(source) as data, self._view(target) as view:
+            view[:] = data
+
     def flush_uploads(self, timeout_s: float = 60.0) -> None:
         """Nothing: everything has arrived."""
         self._ensure_open()
@@ -282,7 +292,12 @@ class NullDevice:
 
     def memory(self) -> MemoryStatus:
         """How full it is."""
-        return MemoryStatus(budget=self.info.heap_bytes, used=self._bytes, ours=self._bytes)
+        status = MemoryStatus(budget=self.info.heap_bytes, used=self._bytes, ours=self._bytes)
+        return self.meter.applied(status)
+
+    def limit_memory(self, n_bytes: int | None) -> None:
+        """Let device buffers take so much at most."""
+        self.meter.limit = n_bytes
 
     def live_objects(self) -> dict[str, int]:
         """Objects alive by type."""
@@ -305,6 +320,12 @@ class NullDevice:
         """An object of this device was released."""
         self._alive[kind] -= 1
         self._bytes -= size
+
+    def forget_buffer(self, buffer: NullBuffer) -> None:
+        """A buffer of this device was released."""
+        self.forget("buffer", buffer.size)
+        if buffer.kind == "device":
+            self.meter.count(-buffer.size)
 
     def _view(self, part: Bindable) -> memoryview:
         self._ensure_open()

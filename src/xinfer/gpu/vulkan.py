@@ -207,6 +207,11 @@ class VulkanDevice(BufferOwner):
         self.core.ensure_usable()
         self._transfers.upload_from(as_slice(target), fill)
 
+    def transfer(self, source: Bindable, target: Bindable) -> None:
+        """Copy from an upload buffer into device memory, in order as an upload."""
+        self.core.ensure_usable()
+        self._transfers.transfer(as_slice(source), as_slice(target))
+
     def flush_uploads(self, timeout_s: float = 60.0) -> None:
         """Block until every upload has arrived."""
         self.core.ensure_usable()
@@ -230,6 +235,10 @@ class VulkanDevice(BufferOwner):
         """How full the device memory is."""
         self.core.ensure_usable()
         return self.allocator.status()
+
+    def limit_memory(self, n_bytes: int | None) -> None:
+        """Let device buffers take so much at most."""
+        self.allocator.meter.limit = n_bytes
 
     def live_objects(self) -> dict[str, int]:
         """Native objects alive by type, those at zero left out: {} once everything is released."""

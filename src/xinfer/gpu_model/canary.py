@@ -16,7 +16,7 @@ import numpy as np
 from xinfer.errors import DeviceLostError, Loss
 from xinfer.gpu.api import Buffer, Recording
 from xinfer.gpu_model.forward import Array, Network, Pass
-from xinfer.gpu_model.steps import Steps
+from xinfer.gpu_model.steps import STEP, Steps
 from xinfer.ops import BLOCK_TOKENS, Rows
 
 GARBAGE = "GARBAGE"  # the reason of a loss that only the canary has noticed
@@ -96,16 +96,14 @@ class Canary:
             return self._recording
         recording = steps.device.create_recording("canary")
         try:
+            recording.segment(STEP)
             steps.record_load(recording, steps.many, 1)
             step = Pass(steps.network(), steps.many, 1, recording)
             step.embed()
-            place = 0
-            for i in range(steps.config.num_hidden_layers):
-                step.layer(i)
-                place = self._copy(recording, step.x, place)
+            steps.record_layers(step, STEP, after=lambda i: self._copy(recording, step.x, i))
             logits = Rows.dense(self._logits, 1, steps.config.vocab_size)
             step.head(logits)
-            self._copy(recording, logits, place)
+            self._copy(recording, logits, steps.config.num_hidden_layers)
             recording.finish()
         except BaseException:
             recording.release()
@@ -115,12 +113,11 @@ class Canary:
         self._recording = recording
         return recording
 
-    def _copy(self, recording: Recording, rows: Rows, place: int) -> int:
-        """Copy one row to where the host reads it; the end of it there."""
-        end = place + 4 * rows.width
-        recording.copy(rows.place[: 4 * rows.width], self._back[place:end])
+    def _copy(self, recording: Recording, rows: Rows, i: int) -> None:
+        """Copy one row to where the host reads output number i."""
+        start = 4 * sum(self._widths[:i])
+        recording.copy(rows.place[: 4 * rows.width], self._back[start : start + 4 * rows.width])
         recording.barrier()
-        return end
 
     def _error(self, name: str, count: int) -> DeviceLostError:
         info = self._steps.device.info

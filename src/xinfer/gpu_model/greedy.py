@@ -18,6 +18,9 @@ class StateHolder(Protocol):
     def claim(self, answer: Answer | None) -> bool:
         """Make it `answer`'s own; whether it was not, and must be loaded."""
 
+    def disclaim(self, answer: Answer) -> None:
+        """Nobody's state lies on the device any more."""
+
 
 class Answer:
     """The likeliest tokens after one token, a step each. Answers take turns: the state on the device is of one only."""
@@ -64,12 +67,18 @@ class Answer:
         self.cache.reserve(position + 1)
         recording = self._steps.decode(self._n_valid)
         segments: tuple[str, ...] = (STEP,)
-        if self._holder.claim(self):
+        claimed = self._holder.claim(self)
+        if claimed:
             # Whoever claimed it in between has read what was in flight: the last token is known.
             assert self.n_read == self._submitted
             self._steps.stage_one(self._fed[-1], self.cache, position=position, steps=self._submitted)
             segments = (LOAD, STEP)
-        self._tickets[self._submitted % RING] = self._steps.submit(recording, segments)
+        try:
+            self._tickets[self._submitted % RING] = self._steps.submit(recording, segments)
+        except BaseException:
+            if claimed:  # whether the state has arrived is not known
+                self._holder.disclaim(self)
+            raise
         self._submitted += 1
 
     def _read(self) -> None:

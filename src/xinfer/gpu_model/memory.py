@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from xinfer import ops
 from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.forward import widths, workspace_bytes
-from xinfer.gpu_model.weights import WeightsLayout
+from xinfer.gpu_model.weights import RESIDENT, Split, WeightsLayout
 from xinfer.kv_cache import FIRST_TOKENS, CacheShape
 from xinfer.model.config import Qwen2Config
+from xinfer.model.memory import available_memory
 
+Mode = Literal["auto", "resident", "streaming"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+SLOTS = 2  # that streamed layers take turns in: one comes while another runs
+SMALL_ROWS, SMALLEST_ROWS = 256, 64  # of a chunk of a prompt, where memory is short
+HOST_SHARE = 0.8  # of the host's available memory, for streamed layers
 STAGING_BYTES = 96 << 20  # what uploads, kernels and tables take besides
 MOST_ROWS = 1024  # of one chunk of a prompt
 MOST_ROWS_SMALL = 512  # on devices that are not discrete
@@ -33,14 +41,15 @@ def max_rows(info: DeviceInfo, config: Qwen2Config, context: int) -> int:
     return max(1, min(most, bindable, context))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The parts of what a model takes, in bytes."""
+    """What a model takes of a device's memory, in bytes."""
 
     config: Qwen2Config
     layout: WeightsLayout
     shape: CacheShape
-    rows: int
+    rows: int  # of a chunk of a prompt
+    split: Split = RESIDENT
 
     @property
     def workspace(self) -> int:
@@ -48,37 +57,92 @@ class MemoryPlan:
         logits = 4 * self.config.vocab_size
         return workspace_bytes(self.config, self.rows) + workspace_bytes(self.config, 1) + logits + STAGING_BYTES
 
+    @property
+    def weights(self) -> int:
+        """The weights that stay, and the slots of those that do not."""
+        return self.layout.nbytes(self.split)
+
     def cache(self, context: int) -> int:
         """The KV cache and the rotary tables of one sequence."""
         return self.shape.total_bytes(self.shape.blocks_for(context)) + 4 * self.config.head_dim * context
 
-    def check(self, device: Device, context: int | None) -> None:
-        """Raise OutOfMemoryError where the device has too little memory for weights, workspace and `context` tokens."""
-        status = device.memory()
-        asked = min(context or FIRST_TOKENS, self.config.max_context)
-        fixed = self.layout.nbytes + self.workspace
-        needed = fixed + self.cache(asked)
-        if needed <= status.free:
-            return
-        fits = min(self._largest_context(status.free - fixed), self.config.max_context)
-        advice = (
-            f"a context of {fits:,} tokens would fit: --context {fits}"
-            if fits >= FIRST_TOKENS
-            else "no context would fit: use a smaller model, another device, or --device cpu"
-        )
-        raise OutOfMemoryError(
-            f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are "
-            f"needed: {_size(self.layout.nbytes)} for the weights, {_size(self.cache(asked))} for a KV cache of "
-            f"{asked:,} tokens and {_size(self.workspace)} to work in; {_size(needed - status.free)} are missing; "
-            f"{advice}",
-            needed=needed,
-            free=status.free,
-        )
+    def needed(self, context: int | None) -> int:
+        """All of it, with a cache for so many tokens, or for a small one."""
+        return self.weights + self.workspace + self.cache(self.asked(context))
 
-    def _largest_context(self, free: int) -> int:
+    def asked(self, context: int | None) -> int:
+        """Tokens that a cache is wanted for."""
+        return min(context or FIRST_TOKENS, self.config.max_context)
+
+    def largest_context(self, free: int) -> int:
         """Tokens whose cache fits into `free` bytes, in whole blocks."""
         a_block = self.cache(self.shape.block_tokens)
         return max(0, free // a_block) * self.shape.block_tokens
+
+
+def choose_plan(
+    plan: MemoryPlan, device: Device, *, mode: Mode = "auto", context: int | None = None, host_bytes: int | None = None
+) -> MemoryPlan:
+    """`plan` where everything fits into what the device has free, else one that streams as few layers as it must.
+
+    Args:
+        plan: everything resident.
+        device: which is asked how much is free.
+        mode: "resident" streams nothing, "streaming" at least one layer.
+        context: tokens of one sequence that must fit; None asks for a small cache.
+        host_bytes: memory that the host may keep streamed layers in; None: most of what is available.
+
+    Raises:
+        OutOfMemoryError: not even that fits. It says what is missing, and which context would fit.
+    """
+    status = device.memory()
+    if mode != "streaming" and plan.needed(context) <= status.free:
+        return plan
+    if mode == "resident":
+        raise _too_little(plan, device, context)
+    smallest = plan
+    for rows, n_slots in ((plan.rows, SLOTS), (SMALL_ROWS, SLOTS), (SMALL_ROWS, 1), (SMALLEST_ROWS, 1)):
+        smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status.free, context, host_bytes)
+        if smallest.needed(context) <= status.free:
+            return smallest
+    raise _too_little(smallest, device, context)
+
+
+def spread(n_layers: int, n_streamed: int) -> tuple[int, ...]:
+    """Which layers are streamed: as far apart as can be, so that one comes while resident ones run."""
+    return tuple(i * n_layers // n_streamed for i in range(n_streamed))
+
+
+def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None, host_bytes: int | None) -> MemoryPlan:
+    """As many layers as fit stay beside the slots; none where not even the slots fit."""
+    n_layers, tied = plan.config.num_hidden_layers, plan.layout.head is None
+    n_slots = min(n_slots, n_layers)
+    on_host = not tied  # the head of a tied model reads the whole table
+    bare = replace(plan, split=Split(streamed=tuple(range(n_layers)), n_slots=n_slots, table_on_host=on_host))
+    room = max(0, free - bare.needed(context)) // plan.layout.slot_bytes
+    streamed = spread(n_layers, max(n_slots, n_layers - room))
+    host = sum(plan.layout.layers[i].size for i in streamed) + (plan.layout.table.size if on_host else 0)
+    pinned = host <= (host_bytes if host_bytes is not None else HOST_SHARE * available_memory())
+    return replace(plan, split=replace(bare.split, streamed=streamed, pinned=pinned))
+
+
+def _too_little(plan: MemoryPlan, device: Device, context: int | None) -> OutOfMemoryError:
+    status, asked, needed = device.memory(), plan.asked(context), plan.needed(context)
+    fits = min(plan.largest_context(status.free - plan.weights - plan.workspace), plan.config.max_context)
+    advice = (
+        f"a context of {fits:,} tokens would fit: --context {fits}"
+        if fits >= FIRST_TOKENS
+        else "no context would fit: use a smaller model, another device, or --device cpu"
+    )
+    what = f"its embedding, its head and {plan.split.n_slots} of its layers" if plan.split.streamed else "the weights"
+    return OutOfMemoryError(
+        f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are "
+        f"needed: {_size(plan.weights)} for {what}, {_size(plan.cache(asked))} for a KV cache of "
+        f"{asked:,} tokens and {_size(plan.workspace)} to work in; {_size(needed - status.free)} are missing; "
+        f"{advice}",
+        needed=needed,
+        free=status.free,
+    )
 
 
 def _size(n_bytes: int) -> str:

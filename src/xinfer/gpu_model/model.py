@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Generator, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, NoReturn, Self, get_args
 
@@ -16,9 +17,9 @@ from xinfer.errors import NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
-from xinfer.gpu_model.memory import MemoryPlan, cache_shape, max_rows
+from xinfer.gpu_model.memory import MemoryPlan, Mode, cache_shape, choose_plan, max_rows
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
-from xinfer.gpu_model.weights import DeviceWeights, Progress, WeightsLayout
+from xinfer.gpu_model.weights import DeviceWeights, Progress, Split, WeightsLayout
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.tokens import checked_ids
@@ -49,11 +50,15 @@ class QwenModel:
         quarantine: Iterable[str] = (),
     ) -> None:
         self.config = config
+        self.plan = plan  # what it takes of the device's memory, and which layers are streamed
         self.device = device
         self._weights = weights
         self._steps = Steps(device, config, weights, plan, context=context, quarantine=quarantine)
         self._lock = threading.RLock()
-        self._chunk = FIRST_CHUNK  # rows of the next chunk of a prompt
+        # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
+        # has to wait for all of them: then a chunk is as large as it can be.
+        self._chunk = plan.rows if plan.split.streamed else FIRST_CHUNK
+        self._parts = 1 + len(plan.split.streamed)
         self._chunk_limit = plan.rows
         self._owner: Answer | None = None  # whose state lies on the device
         self.pool = self._steps.pool
@@ -66,10 +71,15 @@ class QwenModel:
         *,
         kv_dtype: KVType = "f16",
         context: int | None = None,
+        mode: Mode = "auto",
+        vram_budget: int | None = None,
+        split: Split | None = None,
         quarantine: Iterable[str] = (),
         progress: Progress | None = None,
     ) -> Self:
-        """Upload every weight once. The checkpoint is not needed afterwards; closing it is left to the caller.
+        """Upload the weights that fit, once; the others are copied to the device again for each step.
+
+        The checkpoint is not needed afterwards; closing it is left to the caller.
 
         Args:
             weights: an open checkpoint.
@@ -77,6 +87,9 @@ class QwenModel:
             kv_dtype: type of the KV cache.
             context: tokens of one sequence that must fit beside the weights; None asks for a small cache, which grows
                 with the need.
+            mode: "resident" refuses what does not fit, "streaming" streams at least a layer, "auto" as few as it must.
+            vram_budget: bytes of device memory that all of it may take; None: what is free.
+            split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
             progress: called with bytes read and bytes in all.
 
@@ -88,14 +101,24 @@ class QwenModel:
         """
         config, layout = weights.config, WeightsLayout(weights)
         most = context or config.max_context
-        plan = MemoryPlan(config, layout, cache_shape(config, kv_dtype), max_rows(device.info, config, most))
-        plan.check(device, context)
-        loaded = DeviceWeights(device, weights, layout, progress)
+        rows = max_rows(device.info, config, most)
+        plan = MemoryPlan(config=config, layout=layout, shape=cache_shape(config, kv_dtype), rows=rows)
+        device.limit_memory(vram_budget)
+        if split is not None:
+            plan = replace(plan, split=split)
+        else:
+            plan = choose_plan(plan, device, mode=mode, context=context)
+        loaded = DeviceWeights(device, weights, layout, progress, split=plan.split)
         try:
             return cls(device, config, loaded, plan, context=most, quarantine=quarantine)
         except BaseException:
             loaded.release()
             raise
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes of streamed layers that went to the device so far."""
+        return self._weights.bytes_sent
 
     @property
     def steps(self) -> Steps:
@@ -240,6 +263,11 @@ class QwenModel:
         self._owner = answer
         return True
 
+    def disclaim(self, answer: Answer) -> None:
+        """Nobody's state lies on the device any more: `answer` could not load its own."""
+        if self._owner is answer:
+            self._owner = None
+
     def trace(self, ids: list[int], cache: KVCache) -> NoReturn:
         """Run `ids` behind `cache` again, look at every op, and raise NumericalError that names the first bad one.
 
@@ -291,9 +319,10 @@ class QwenModel:
         """
         if rows < self._chunk:
             return
-        if seconds > CHUNK_SECONDS:
+        limit = CHUNK_SECONDS * self._parts
+        if seconds > limit:
             self._chunk_limit = rows - 1
-        most = min(self._chunk_limit, rows * 2 * CHUNK_SECONDS / seconds)
+        most = min(self._chunk_limit, rows * 2 * limit / seconds)
         self._chunk = max((size for size in ROW_BUCKETS if size <= most), default=1)
 
     def _last_logits(self, token: int, cache: KVCache) -> Array:

@@ -43,6 +43,7 @@ Timed = Literal["no", "whole", "ops"]  # where timestamps are taken
 
 # Segments of the decode step: take the state from the host, run, copy the logits to where the host reads them.
 LOAD, STEP, READ = "load", "step", "read"
+STREAMED = "layer"  # "step layer 3": a segment before which layer 3 must be sent
 
 
 class Steps:
@@ -149,8 +150,7 @@ class Steps:
             recording.timestamp("begin")
         step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops")
         step.embed()
-        for i in range(self.config.num_hidden_layers):
-            step.layer(i)
+        self.record_layers(step, STEP)
         step.head(self.logits)
         ops.argmax(
             step.on,
@@ -170,14 +170,32 @@ class Steps:
         """Chunks of n rows into the cache; `whole` runs the last layer to its end, so that x is the network's."""
 
         def record(recording: Recording) -> None:
+            recording.segment(STEP)
             self.record_load(recording, self.many, n)
             chunk = Pass(self.network(), self.many, n, recording)
             chunk.embed()
-            last = self.config.num_hidden_layers - 1
-            for i in range(last + 1):
-                chunk.layer(i, cache_only=i == last and not whole)
+            self.record_layers(chunk, STEP, cache_only=not whole)
 
         return self._kept(("whole" if whole else "prefill", n), record)
+
+    def record_layers(
+        self, step: Pass, name: str, *, cache_only: bool = False, after: Callable[[int], None] | None = None
+    ) -> None:
+        """All layers, each streamed one in a segment of its own; `cache_only` is for the last one.
+
+        `after` may record more behind each layer.
+        """
+        split, last = self._weights.split, self.config.num_hidden_layers - 1
+        for i in range(last + 1):
+            if i in split.streamed:
+                step.recording.segment(f"{name} {STREAMED} {i}")
+            elif i - 1 in split.streamed:
+                step.recording.segment(f"{name} behind {i - 1}")
+            step.layer(i, cache_only=cache_only and i == last)
+            if after is not None:
+                after(i)
+        if last in split.streamed:
+            step.recording.segment(f"{name} behind {last}")
 
     def bucket(self, n: int) -> int:
         """The rows of the recording that takes n rows."""
@@ -207,10 +225,31 @@ class Steps:
 
     def submit(self, recording: Recording, segments: Sequence[str] | None = None) -> Ticket:
         """Queue it. What loads states is remembered, so that staging is not written too early."""
-        ticket = self.device.submit(recording, segments)
+        ticket = self.device.submit(recording, segments) if self.resident else self._stream(recording, segments)
         if segments is None or LOAD in segments:
             self._staging_used = ticket
         return ticket
+
+    @property
+    def resident(self) -> bool:
+        """Whether every layer stays on the device."""
+        return not self._weights.split.streamed
+
+    def _stream(self, recording: Recording, segments: Sequence[str] | None) -> Ticket:
+        """Send each streamed layer, and then submit its segment; those between them go together."""
+        together: list[str] = []
+        for name in recording.segments:
+            part, _, rest = name.partition(" ")
+            if segments is not None and part not in segments:
+                continue
+            kind, _, layer = rest.partition(" ")
+            if kind == STREAMED:
+                if together:
+                    self.device.submit(recording, together)
+                self._weights.send(int(layer))
+                together = []
+            together.append(name)
+        return self.device.submit(recording, together)
 
     def wait(self, ticket: Ticket, *, urgent: bool = False) -> None:
         """Block until it has ended; Ctrl-C works. An urgent wait, for work that nothing is queued behind, may spin."""
@@ -256,6 +295,8 @@ class Steps:
                 chunk.load()
                 chunk.embed()
                 for i in range(self.config.num_hidden_layers):
+                    if i in self._weights.split.streamed:
+                        self._weights.send(i)
                     chunk.layer(i)
                 logits = Rows.dense(buffer, rows, self.config.vocab_size)
                 chunk.head(logits, first=n - rows)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,7 +19,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from xinfer.gpu.api import Buffer, BufferSlice, Device, DeviceInfo
+from xinfer.gpu.api import Buffer, BufferKind, BufferSlice, Bytes, Device, DeviceInfo
 from xinfer.model.names import LayerWeights, global_tensor_name, layer_shapes, layer_tensor_name
 from xinfer.model.reference import round_weights, to_float32
 from xinfer.model.weights import ModelWeights
@@ -79,6 +80,28 @@ class DeviceLayer:
     down: Matrix  # (hidden, intermediate)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Which layers stay on the device, and how the others come: the default is that all stay.
+
+    A streamed layer is copied into a slot, which it shares with others, each time before it runs.
+    """
+
+    streamed: tuple[int, ...] = ()  # layers, in order
+    n_slots: int = 0
+    table_on_host: bool = False  # the device reads the few rows of the embedding that it needs over the bus
+    pinned: bool = (
+        True  # the host keeps streamed layers in memory that the device copies from; else they are read again
+    )
+
+    def slot(self, layer: int) -> int:
+        """Which slot a streamed layer is copied into."""
+        return self.streamed.index(layer) % self.n_slots
+
+
+RESIDENT = Split()
+
+
 class WeightsLayout:
     """Where every tensor of a checkpoint will lie. Nothing is allocated or read."""
 
@@ -89,11 +112,16 @@ class WeightsLayout:
         self.table = self._globals("embed", "norm")
         self.head = None if weights.lm_head_is_embed else self._globals("lm_head")
 
+    def nbytes(self, split: Split = RESIDENT) -> int:
+        """Bytes of all allocations on the device."""
+        rest = ([] if split.table_on_host else [self.table]) + ([] if self.head is None else [self.head])
+        kept = [layout for i, layout in enumerate(self.layers) if i not in set(split.streamed)]
+        return sum(layout.size for layout in (*kept, *rest)) + split.n_slots * self.slot_bytes
+
     @property
-    def nbytes(self) -> int:
-        """Bytes of all allocations."""
-        rest = [self.table] if self.head is None else [self.table, self.head]
-        return sum(layout.size for layout in (*self.layers, *rest))
+    def slot_bytes(self) -> int:
+        """Bytes that any layer fits into."""
+        return max(layout.size for layout in self.layers)
 
     def _format(self, names: Sequence[str]) -> Format:
         """The form of matrices that must be alike: their own, and float32 where they are not."""
@@ -149,7 +177,9 @@ def _placed(name: str, shape: tuple[int, ...], form: Format, offset: int) -> Pla
 
 
 class DeviceWeights:
-    """The weights of a model in device memory.
+    """The weights of a model, in device memory or on their way to it.
+
+    `layers` says where each layer lies when it runs; a streamed one has to be sent there before: `send`.
 
     Raises:
         WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
@@ -157,38 +187,76 @@ class DeviceWeights:
     """
 
     def __init__(
-        self, device: Device, weights: ModelWeights, layout: WeightsLayout, progress: Progress | None = None
+        self,
+        device: Device,
+        weights: ModelWeights,
+        layout: WeightsLayout,
+        progress: Progress | None = None,
+        *,
+        split: Split = RESIDENT,
     ) -> None:
-        self._buffers: list[Buffer] = []
-        jobs: list[tuple[Place, Buffer]] = []
-
-        def allocate(allocation: Layout, label: str) -> Buffer:
-            buffer = device.create_buffer(allocation.size, "device", label)
-            self._buffers.append(buffer)
-            jobs.extend((place, buffer) for place in allocation.places)
-            return buffer
-
-        try:
-            table = allocate(layout.table, "embedding")
-            head = None if layout.head is None else allocate(layout.head, "LM head")
-            layers = [allocate(part, f"layer {i}") for i, part in enumerate(layout.layers)]
-            _Loader(device, weights, progress).load(jobs)
-        except BaseException:
-            self.release()
-            raise
-        info = device.info
-        self.embed = _matrix(info, table, layout.table.places[:1])
-        self.norm = _vector(table, layout.table.places[1:])
-        self.head = self.embed if head is None or layout.head is None else _matrix(info, head, layout.head.places)
+        self.split = split
+        self.bytes_sent = 0  # of streamed layers, since the beginning
+        self._device = device
+        self._layout = layout
+        with ExitStack() as held:
+            self._allocate(held)
+            self._source = None if split.pinned or not split.streamed else held.enter_context(weights.reopen())
+            _Loader(device, weights, progress).load(self._jobs())
+            self._held = held.pop_all()
+        info, table, head = device.info, layout.table, layout.head
+        self.embed = _matrix(info, self._table, table.places[:1])
+        self.norm = _vector(self._table, table.places[1:])
+        self.head = self.embed if head is None or self._head is None else _matrix(info, self._head, head.places)
         self.layers = tuple(
             _device_layer(info, buffer, part, i)
-            for i, (buffer, part) in enumerate(zip(layers, layout.layers, strict=True))
+            for i, (buffer, part) in enumerate(zip(self._buffers, layout.layers, strict=True))
         )
+
+    def _allocate(self, held: ExitStack) -> None:
+        split, layout = self.split, self._layout
+
+        def buffer(size: int, label: str, kind: BufferKind = "device") -> Buffer:
+            made = self._device.create_buffer(size, kind, label)
+            held.callback(made.release)
+            return made
+
+        self._table = buffer(layout.table.size, "embedding", "upload" if split.table_on_host else "device")
+        self._head = None if layout.head is None else buffer(layout.head.size, "LM head")
+        slots = [buffer(layout.slot_bytes, f"slot {i}") for i in range(split.n_slots)]
+        self._buffers: list[Buffer] = []  # where each layer lies when it runs
+        self._pinned: dict[int, Buffer] = {}
+        for i, part in enumerate(layout.layers):
+            if i not in split.streamed:
+                self._buffers.append(buffer(part.size, f"layer {i}"))
+                continue
+            self._buffers.append(slots[split.slot(i)])
+            if split.pinned:
+                self._pinned[i] = buffer(part.size, f"layer {i}, host", "upload")
+
+    def _jobs(self) -> list[tuple[Place, Buffer]]:
+        """What is read at the beginning, and where to."""
+        layout, jobs = self._layout, [(place, self._table) for place in self._layout.table.places]
+        if layout.head is not None and self._head is not None:
+            jobs += [(place, self._head) for place in layout.head.places]
+        for i, part in enumerate(layout.layers):
+            if i not in self.split.streamed or self.split.pinned:
+                jobs += [(place, self._pinned.get(i, self._buffers[i])) for place in part.places]
+        return jobs
+
+    def send(self, i: int) -> None:
+        """Let layer i be copied into its slot, behind the submitted work that uses the slot."""
+        size = self._layout.layers[i].size
+        if self._source is None:
+            self._device.transfer(self._pinned[i][:size], self._buffers[i][:size])
+        else:
+            jobs = [(place, self._buffers[i]) for place in self._layout.layers[i].places]
+            _Loader(self._device, self._source, None).load(jobs, flush=False)
+        self.bytes_sent += size
 
     def release(self) -> None:
         """Give the memory back; may be called twice."""
-        for buffer in self._buffers:
-            buffer.release()
+        self._held.close()
 
 
 def _device_layer(info: DeviceInfo, buffer: Buffer, layout: Layout, i: int) -> DeviceLayer:
@@ -235,8 +303,8 @@ class _Loader:
         self._done = 0
         self._stop = threading.Event()
 
-    def load(self, jobs: Iterable[tuple[Place, Buffer]]) -> None:
-        """Fill the places. Ctrl-C ends the threads before it is passed on."""
+    def load(self, jobs: Sequence[tuple[Place, Buffer]], *, flush: bool = True) -> None:
+        """Fill the places; with `flush`, wait until all has arrived. Ctrl-C ends the threads before it is passed on."""
         total = sum(self._weights.tensors[place.name].nbytes for place, _ in jobs)
         with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1), "xinfer-load") as threads:
             try:
@@ -247,7 +315,8 @@ class _Loader:
                         future.result()
                     if self._progress is not None:
                         self._progress(self._done, total)
-                self._device.flush_uploads()
+                if flush:
+                    self._device.flush_uploads()
             except BaseException:
                 self._stop.set()
                 threads.shutdown(wait=True, cancel_futures=True)
@@ -273,13 +342,27 @@ class _Loader:
                 offset += len(part)
                 self._count(len(part))
 
-        self._device.upload_from(target, fill)
+        if target.buffer.kind == "device":
+            self._device.upload_from(target, fill)
+            return
+        scratch = memoryview(bytearray(min(CONVERT_BYTES, target.size)))
+        for start in range(0, target.size, len(scratch)):
+            piece = scratch[: target.size - start]
+            fill(piece)
+            self._put(target[start : start + len(piece)], piece)
+
+    def _put(self, target: BufferSlice, data: Bytes) -> None:
+        """Into device memory, or into the host's own that the device copies from."""
+        if target.buffer.kind == "device":
+            self._device.upload(target, data)
+        else:
+            target.buffer.write(data, target.offset)
 
     def _convert(self, place: Place, target: BufferSlice) -> None:
         info, dtype = self._weights.tensors[place.name], _DTYPES[place.format]
         if len(info.shape) == 1:
             values = to_float32(self._weights.read(place.name))
-            self._device.upload(target, values.tobytes())
+            self._put(target, values.tobytes())
             self._count(info.nbytes)
             return
         step = max(1, CONVERT_BYTES // (4 * place.columns))
@@ -288,7 +371,7 @@ class _Loader:
             rounded = round_weights(stored, place.name, "float16") if place.format == "f16" else stored
             padded = np.zeros((len(stored), place.stride // dtype.itemsize), dtype)
             padded[:, : place.columns] = rounded
-            self._device.upload(target[row * place.stride : (row + len(stored)) * place.stride], _bytes(padded))
+            self._put(target[row * place.stride : (row + len(stored)) * place.stride], _bytes(padded))
             self._count(stored.nbytes)
 
     def _count(self, n_bytes: int) -> None:

@@ -53,11 +53,16 @@ class ModelWeights:
     """
 
     def __init__(
-        self, config: Qwen2Config, tensors: Mapping[str, TensorInfo], files: Iterable[SafetensorsFile]
+        self, folder: Path, config: Qwen2Config, tensors: Mapping[str, TensorInfo], files: Iterable[SafetensorsFile]
     ) -> None:
+        self.folder = folder
         self.config = config
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(dict(tensors))  # by canonical name
         self._files = {file.path: file for file in files}
+
+    def reopen(self) -> ModelWeights:
+        """The same checkpoint, opened once more; both have to be closed."""
+        return type(self).open(self.folder, config=self.config)
 
     @classmethod
     def open(cls, path: Path, *, config: Qwen2Config | None = None) -> Self:
@@ -83,7 +88,7 @@ class ModelWeights:
             if problems:
                 raise WeightsError(_message(folder, problems))
             used = {name: _info(*tensors[name]) for name in names.expected_shapes(config) if name in tensors}
-            weights = cls(config, used, files)
+            weights = cls(folder, config, used, files)
             head = tensors.get(names.global_tensor_name("lm_head"))
             if head is not None and weights.lm_head_is_embed:
                 weights._check_redundant_head(_info(*head))

@@ -11,6 +11,7 @@ from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._checks import format_bytes
 from xinfer.gpu._d3d12.core import Core, Handle
+from xinfer.gpu._meter import Meter
 from xinfer.gpu.api import BufferKind, BufferSlice, Bytes, MemoryStatus
 from xinfer.gpu.native import memory_at
 
@@ -43,11 +44,15 @@ class Allocator:
 
     def __init__(self, core: Core) -> None:
         self.core = core
+        self.meter = Meter()
         self._ours = 0
         self._lock = threading.Lock()
 
     def status(self) -> MemoryStatus:
         """How full the device's own memory is."""
+        return self.meter.applied(self._driver_status())
+
+    def _driver_status(self) -> MemoryStatus:
         with self._lock:
             ours = self._ours
         return self.core.adapter.memory(ours)
@@ -55,7 +60,8 @@ class Allocator:
     def allocate(self, kind: BufferKind, size: int, label: str) -> Handle:
         """A buffer with memory of its own."""
         counted = size if kind == "device" or self.core.adapter.info.kind != "discrete" else 0
-        if counted > self.status().free:
+        status = self.status() if kind == "device" else self._driver_status()
+        if counted > status.free:
             raise self._too_little(size, label)
         heap_type, page, pool = HEAPS[kind]
         heap = d3d.D3D12_HEAP_PROPERTIES(Type=heap_type, CPUPageProperty=page, MemoryPoolPreference=pool)
@@ -74,16 +80,18 @@ class Allocator:
             handle = self.core.create(
                 *("ID3D12Resource", "CreateCommittedResource", heap, d3d.D3D12_HEAP_FLAG_NONE, desc, state, None),
                 label=label,
-                on_destroy=lambda: self._count(-counted),
+                on_destroy=lambda: self._count(kind, size, -counted),
             )
         except OutOfMemoryError as error:
             raise self._too_little(size, label) from error
-        self._count(counted)
+        self._count(kind, size, counted)
         return handle
 
-    def _count(self, change: int) -> None:
+    def _count(self, kind: BufferKind, size: int, change: int) -> None:
         with self._lock:
             self._ours += change
+        if kind == "device":
+            self.meter.count(size if change > 0 else -size)
 
     def _too_little(self, size: int, label: str) -> OutOfMemoryError:
         status = self.status()

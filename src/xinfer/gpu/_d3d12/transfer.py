@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from xinfer.errors import DeviceHungError
 from xinfer.gpu._bindings import d3d12 as d3d
+from xinfer.gpu._checks import check_transfer
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
 from xinfer.gpu._d3d12.states import States
@@ -41,7 +42,7 @@ class Chunk:
         self._states.barrier()
 
     def copy(self, source: BufferSlice, target: BufferSlice) -> None:
-        """Record a copy; one of the two is this chunk's own memory."""
+        """Record a copy."""
         start, stop = target.offset, target.offset + target.size
         if any(t.buffer is target.buffer and t.offset < stop and start < t.offset + t.size for t in self._targets):
             self._states.barrier()  # the later one wins
@@ -106,6 +107,17 @@ class Transfers:
                     chunk.begin()
                     chunk.copy(chunk.buffer[: piece.size], piece)
                     self._submit(chunk)
+
+    def transfer(self, source: BufferSlice, target: BufferSlice) -> None:
+        """Copy `source`, an upload buffer that stays as it is, into `target`."""
+        for part in (source, target):
+            buffer_of(part).ensure_alive()
+        check_transfer(source, target)
+        self.kick()
+        with self._taken_chunk() as chunk, self._lock:
+            chunk.begin()
+            chunk.copy(source, target)
+            self._submit(chunk)
 
     def kick(self) -> None:
         """Submit the small uploads gathered so far."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._checks import format_bytes
+from xinfer.gpu._meter import Meter
 from xinfer.gpu._vk.adapter import MemoryType
 from xinfer.gpu._vk.core import Core, Handle, u32
 from xinfer.gpu.api import BufferKind, BufferSlice, Bytes, MemoryStatus
@@ -48,14 +49,18 @@ class Allocator:
     def __init__(self, core: Core, *, direct: bool) -> None:
         self.core = core
         self.direct = direct  # the host writes device memory in place: integrated and software devices
+        self.meter = Meter()
         self._ours = [0] * len(core.adapter.heaps)
         self._lock = threading.Lock()
 
-    def status(self, heap: int | None = None) -> MemoryStatus:
-        """How full a heap is; the largest of the device's own where none is named."""
+    def status(self) -> MemoryStatus:
+        """How full the largest of the device's own heaps is."""
         heaps = self.core.adapter.heaps
-        if heap is None:
-            heap = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
+        own = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
+        return self.meter.applied(self._heap(own))
+
+    def _heap(self, heap: int) -> MemoryStatus:
+        heaps = self.core.adapter.heaps
         budgets = self.core.adapter.budgets()
         with self._lock:
             ours = self._ours[heap]
@@ -90,27 +95,32 @@ class Allocator:
         self.core.vk.vkGetBufferMemoryRequirements2(self.core.device, byref(query), byref(requirements))
         size, type_bits = requirements.memoryRequirements.size, requirements.memoryRequirements.memoryTypeBits
         memory_type = self.choose(kind, type_bits)
-        self._ensure_free(size, memory_type.heap, label)
+        self._ensure_free(size, kind, memory_type.heap, label)
         info = vk.VkMemoryAllocateInfo(allocationSize=size, memoryTypeIndex=memory_type.index)
         if dedicated.prefersDedicatedAllocation or dedicated.requiresDedicatedAllocation:
             chain(info, vk.VkMemoryDedicatedAllocateInfo(buffer=buffer.value))
+        heap = memory_type.heap
         try:
-            memory = self.core.create("VkDeviceMemory", info, label, lambda: self._count(memory_type.heap, -size))
+            memory = self.core.create("VkDeviceMemory", info, label, lambda: self._count(kind, heap, -size))
         except OutOfMemoryError as error:
-            raise self._too_little(size, memory_type.heap, label) from error
-        self._count(memory_type.heap, size)
+            raise self._too_little(size, self._heap(heap), label) from error
+        self._count(kind, heap, size)
         return memory, memory_type
 
-    def _count(self, heap: int, change: int) -> None:
+    def _count(self, kind: BufferKind, heap: int, change: int) -> None:
         with self._lock:
             self._ours[heap] += change
+        if kind == "device":
+            self.meter.count(change)
 
-    def _ensure_free(self, size: int, heap: int, label: str) -> None:
-        if size > self.status(heap).free:
-            raise self._too_little(size, heap, label)
+    def _ensure_free(self, size: int, kind: BufferKind, heap: int, label: str) -> None:
+        status = self._heap(heap)
+        if kind == "device":
+            status = self.meter.applied(status)
+        if size > status.free:
+            raise self._too_little(size, status, label)
 
-    def _too_little(self, size: int, heap: int, label: str) -> OutOfMemoryError:
-        status = self.status(heap)
+    def _too_little(self, size: int, status: MemoryStatus, label: str) -> OutOfMemoryError:
         others = max(0, status.used - status.ours)
         name, missing = self.core.adapter.info.name, max(0, size - status.free)
         free, budget = format_bytes(status.free), format_bytes(status.budget)

@@ -14,6 +14,7 @@ from ctypes import byref
 
 from xinfer.errors import DeviceHungError
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._checks import check_transfer
 from xinfer.gpu._trail import HUNG
 from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
@@ -41,15 +42,16 @@ class Chunk:
         self.used = 0
         self.targets: list[BufferSlice] = []
 
-    def copy(self, owner: BufferOwner, offset: int, target: BufferSlice) -> None:
-        """Record a copy from `offset` in the chunk into `target`."""
+    def copy(self, owner: BufferOwner, offset: int, target: BufferSlice, *, source: VulkanBuffer | None = None) -> None:
+        """Record a copy from `offset` in the chunk, or in `source`, into `target`."""
         buffer, start = buffer_of(target), target.offset
         if any(
             t.buffer is buffer and t.offset < start + target.size and start < t.offset + t.size for t in self.targets
         ):
             owner.core.barrier(self.commands[0], self.family)
         region = vk.VkBufferCopy(srcOffset=offset, dstOffset=start, size=target.size)
-        owner.core.vk.vkCmdCopyBuffer(self.commands[0], self.buffer.native, buffer.native, 1, byref(region))
+        native = (source or self.buffer).native
+        owner.core.vk.vkCmdCopyBuffer(self.commands[0], native, buffer.native, 1, byref(region))
         self.targets.append(target)
 
     def release(self, owner: BufferOwner) -> None:
@@ -110,6 +112,17 @@ class Transfers:
                     self._begin(chunk)
                     chunk.copy(self.owner, 0, piece)
                     self._submit(chunk)
+
+    def transfer(self, source: BufferSlice, target: BufferSlice) -> None:
+        """Copy `source`, mapped memory that stays as it is, into `target`."""
+        for part in (source, target):
+            buffer_of(part).ensure_alive()
+        check_transfer(source, target)
+        self.kick()
+        with self._taken_chunk() as chunk, self._lock:
+            self._begin(chunk)
+            chunk.copy(self.owner, source.offset, target, source=buffer_of(source))
+            self._submit(chunk)
 
     def kick(self) -> None:
         """Submit the small uploads gathered so far."""
