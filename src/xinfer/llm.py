@@ -7,19 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
 from xinfer.errors import RequestError
-from xinfer.gpu.api import Device
+from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model import KV_TYPES, KVType, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
+from xinfer.recovery import RecoveringModel
 from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
@@ -160,6 +165,11 @@ class LLM:
         kv_cache: type of a GPU's KV cache: "f16", or "f32", which is twice as large and leaves nothing but the order of
             sums to tell the GPU's answers from the CPU's.
         progress: called with (stage, done, total) while loading and reading long prompts.
+        canary: before any token is given out, compare each layer's output for a known token with the reference's. It
+            finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
+
+    A device that is lost is opened again and the model loaded again; a warning says so, and answers go on as they would
+    have. After the third loss at one op they end in a DeviceLostError.
     """
 
     def __init__(
@@ -170,6 +180,7 @@ class LLM:
         context: int | None = None,
         kv_cache: KVType = "f16",
         progress: Progress | None = None,
+        canary: bool = False,
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = Checkpoint(model)
@@ -178,12 +189,18 @@ class LLM:
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
-        self._loaded = load_model(
-            self.checkpoint.folder, device=device, context=context, kv_cache=kv_cache, progress=progress
-        )
-        self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
-        self.device = self._loaded.device_name
-        self.is_software = self._loaded.is_software
+        folder = self.checkpoint.folder
+        options: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "progress": progress}
+
+        def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
+            selector = device if before is None else f"{before.api}:{before.index}"
+            return load_model(folder, device=selector, mark_ops=mark_ops, **options)
+
+        self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
+        first = self._loaded.loaded
+        self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
+        self.device = first.device_name
+        self.is_software = first.is_software
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -366,10 +383,12 @@ def load_model(
     context: int | None = None,
     kv_cache: KVType = "f16",
     progress: Progress | None = None,
+    mark_ops: bool = False,
 ) -> LoadedModel:
-    """The model of a folder on a device, which the caller closes. See `LLM` for the arguments.
+    """The model of a folder on a device, which the caller closes. The loss of the device is an error here.
 
-    Kernels that `xinfer doctor` put in quarantine are not used; a warning names them.
+    See `LLM` for the arguments, `gpu.open_device` for `mark_ops`. Kernels in quarantine are not used; a warning
+    names them.
 
     Raises:
         DeviceError: there is no such device, or it cannot be used.
@@ -377,7 +396,7 @@ def load_model(
     """
     if kv_cache not in KV_TYPES:
         raise RequestError(f"kv_cache={kv_cache!r}; expected one of {', '.join(KV_TYPES)}")
-    opened = None if device.strip().lower() == CPU else gpu.open_device(device)
+    opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
 
@@ -411,6 +430,20 @@ def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:
     except BaseException:
         weights.close()
         raise
+
+
+def known_answer(folder: Path, ids: Sequence[int]) -> list[NDArray[np.float32]]:
+    """What the network makes of the last of `ids` by the reference: each layer's output, and the logits."""
+    outputs: list[NDArray[np.float32]] = []
+    with ModelWeights.open(folder) as weights:
+        names = [f"layers.{i}" for i in range(weights.config.num_hidden_layers)] + ["logits"]
+
+        def tap(name: str, values: NDArray[np.float32]) -> None:
+            if name in names:
+                outputs.append(values[-1].copy())
+
+        ReferenceModel(weights, keep=False).forward(ids, last_only=True, tap=tap)
+    return outputs
 
 
 def _exhaust(stream: Stream) -> Completion:

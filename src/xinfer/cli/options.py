@@ -21,6 +21,14 @@ Device = Annotated[
 Context = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Most tokens, prompt and answer.", show_default="the model's")
 ]
+Canary = Annotated[
+    bool,
+    typer.Option(
+        "--canary",
+        metavar="",
+        help="Check every layer with a known token before each token: finds a GPU that was reset in silence. Slower.",
+    ),
+]
 KVCache = Annotated[
     str,
     typer.Option(
