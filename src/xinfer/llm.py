@@ -20,7 +20,7 @@ from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
 from xinfer.errors import RequestError
 from xinfer.gpu.api import Device, DeviceInfo
-from xinfer.gpu_model import KV_TYPES, KVType, QwenModel
+from xinfer.gpu_model import KV_TYPES, MODES, KVType, Mode, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
@@ -164,6 +164,9 @@ class LLM:
             On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
         kv_cache: type of a GPU's KV cache: "f16", or "f32", which is twice as large and leaves nothing but the order of
             sums to tell the GPU's answers from the CPU's.
+        mode: "auto" keeps as many layers on a GPU as fit, and copies the others there for each step; "resident" refuses
+            a model that does not fit, "streaming" streams at least a layer.
+        vram_budget: bytes of a GPU's memory that may be taken; None: what is free.
         progress: called with (stage, done, total) while loading and reading long prompts.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
@@ -179,6 +182,8 @@ class LLM:
         device: str = "auto",
         context: int | None = None,
         kv_cache: KVType = "f16",
+        mode: Mode = "auto",
+        vram_budget: int | None = None,
         progress: Progress | None = None,
         canary: bool = False,
     ) -> None:
@@ -190,17 +195,18 @@ class LLM:
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
         folder = self.checkpoint.folder
-        options: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "progress": progress}
+        memory: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "mode": mode, "vram_budget": vram_budget}
 
         def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
             selector = device if before is None else f"{before.api}:{before.index}"
-            return load_model(folder, device=selector, mark_ops=mark_ops, **options)
+            return load_model(folder, device=selector, mark_ops=mark_ops, progress=progress, **memory)
 
         self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
         first = self._loaded.loaded
         self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
         self.device = first.device_name
         self.is_software = first.is_software
+        self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -358,6 +364,7 @@ class LoadedModel:
         self.device = device  # None: the CPU
         info = None if device is None else device.info
         self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
+        self.streaming = model.plan.streaming if isinstance(model, QwenModel) else None
         software = " (software)" if self.is_software else ""
         self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
@@ -382,6 +389,8 @@ def load_model(
     device: str = "auto",
     context: int | None = None,
     kv_cache: KVType = "f16",
+    mode: Mode = "auto",
+    vram_budget: int | None = None,
     progress: Progress | None = None,
     mark_ops: bool = False,
 ) -> LoadedModel:
@@ -394,8 +403,7 @@ def load_model(
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
-    if kv_cache not in KV_TYPES:
-        raise RequestError(f"kv_cache={kv_cache!r}; expected one of {', '.join(KV_TYPES)}")
+    _check_memory_options(kv_cache, mode, vram_budget)
     opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
@@ -410,12 +418,21 @@ def load_model(
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
+            memory: dict[str, Any] = {"kv_dtype": kv_cache, "mode": mode, "vram_budget": vram_budget}
             options: dict[str, Any] = {"context": context, "quarantine": variants, "progress": loaded}
-            model = QwenModel.load(weights, opened, kv_dtype=kv_cache, **options)
+            model = QwenModel.load(weights, opened, **memory, **options)
         return LoadedModel(model, opened)
     except BaseException:
         opened.close()
         raise
+
+
+def _check_memory_options(kv_cache: str, mode: str, vram_budget: int | None) -> None:
+    for name, value, known in (("kv_cache", kv_cache, KV_TYPES), ("mode", mode, MODES)):
+        if value not in known:
+            raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
+    if vram_budget is not None and vram_budget < 1:
+        raise RequestError(f"vram_budget={vram_budget}; expected a number of bytes")
 
 
 def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:

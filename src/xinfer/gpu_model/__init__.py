@@ -5,6 +5,7 @@ recordings, feeds them and reads what comes out, `canary` notices a device that 
 """
 
 from xinfer.gpu_model.canary import Canary, canary_ids
+from xinfer.gpu_model.memory import MODES, Mode
 from xinfer.gpu_model.model import KV_TYPES, KVType, QwenModel
 
-__all__ = ["KV_TYPES", "Canary", "KVType", "QwenModel", "canary_ids"]
+__all__ = ["KV_TYPES", "MODES", "Canary", "KVType", "Mode", "QwenModel", "canary_ids"]
