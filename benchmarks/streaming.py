@@ -3,8 +3,8 @@
     python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16] [--device NAME] [--json FILE]
 
 Random f16 weights in the shapes of Qwen2.5; a few distinct layers are repeated as often as the shape has layers, and
-every one is sent each time. The bus is measured in the same run, by the same transfers without a model. Runs of one size
-must give the same tokens, whatever their budget.
+every one is sent each time. The bus is measured in the same run, by the same transfers without a model. Runs of one
+size must give the same tokens, whatever their budget.
 """
 
 from __future__ import annotations
@@ -90,18 +90,23 @@ class _Repeated(ModelWeights):
         """Whose files they are closes them."""
 
 
-def bus_speed(device: Device, size: int = 512 << 20, times: int = 16) -> float:
-    """Bytes a second from an upload buffer into device memory."""
-    source, target = device.create_buffer(size, "upload", "bus"), device.create_buffer(size, "device", "bus")
-    source.write(np.random.default_rng(0).bytes(1 << 20) * (size >> 20))
-    device.transfer(source[:], target[:])
-    device.flush_uploads()
-    began = time.perf_counter()
-    for _ in range(times):
-        device.transfer(source[:], target[:])
-    device.flush_uploads()
-    seconds = time.perf_counter() - began
-    for buffer in (source, target):
+def bus_speed(device: Device, size: int = 512 << 20, times: int = 32) -> float:
+    """Bytes a second from upload buffers into device memory, one transfer behind the other, after a warm-up."""
+    sources = [device.create_buffer(size, "upload", "bus") for _ in range(2)]
+    targets = [device.create_buffer(size, "device", "bus") for _ in range(2)]
+    for source in sources:
+        source.write(np.random.default_rng(0).bytes(1 << 20) * (size >> 20))
+
+    def move(n: int) -> float:
+        began = time.perf_counter()
+        for i in range(n):
+            device.transfer(sources[i % 2][:], targets[i % 2][:])
+        device.flush_uploads()
+        return time.perf_counter() - began
+
+    move(times)
+    seconds = move(times)
+    for buffer in (*sources, *targets):
         buffer.release()
     return size * times / seconds
 

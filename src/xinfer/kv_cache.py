@@ -266,6 +266,7 @@ class KVCache:
         self.capacity = capacity
         self.pool = pool
         self.ids: list[int] = []  # the tokens whose keys and values are held
+        self.passes: list[tuple[int, int]] = []  # which passes made them: tokens, and the rows that the pass had
         self._lease = Lease()
         # Runs wherever the last reference goes, even within the pool's own methods: it only leaves a note.
         weakref.finalize(self, pool.dropped.append, self._lease).atexit = False
@@ -303,10 +304,21 @@ class KVCache:
         if self._lease.row is None or needed > len(self._lease.blocks):
             self.pool.assign(self._lease, needed)
 
+    def append(self, ids: list[int], *, rows: int) -> None:
+        """A pass of `rows` rows, padding included, has written the keys and values of `ids`."""
+        self.ids += ids
+        self.passes.append((len(ids), rows))
+
     def truncate(self, length: int) -> None:
         """Forget everything from position `length` on."""
         if not 0 <= length <= self.length:
             raise RequestError(f"cannot cut a cache of {self.length} tokens to {length}")
+        surplus = self.length - length
+        while surplus > 0 and self.passes:
+            n, rows = self.passes.pop()
+            if n > surplus:
+                self.passes.append((n - surplus, rows))
+            surplus -= n
         del self.ids[length:]
         self.pool.give_back(self._lease, self.pool.shape.blocks_for(length))
 

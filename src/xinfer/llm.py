@@ -7,19 +7,24 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
 from xinfer.errors import RequestError
-from xinfer.gpu.api import Device
-from xinfer.gpu_model import KV_TYPES, KVType, QwenModel
+from xinfer.gpu.api import Device, DeviceInfo
+from xinfer.gpu_model import KV_TYPES, MODES, KVType, Mode, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
+from xinfer.recovery import RecoveringModel
 from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
@@ -159,7 +164,15 @@ class LLM:
             On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
         kv_cache: type of a GPU's KV cache: "f16", or "f32", which is twice as large and leaves nothing but the order of
             sums to tell the GPU's answers from the CPU's.
+        mode: "auto" keeps as many layers on a GPU as fit, and copies the others there for each step; "resident" refuses
+            a model that does not fit, "streaming" streams at least a layer.
+        vram_budget: bytes of a GPU's memory that may be taken; None: what is free.
         progress: called with (stage, done, total) while loading and reading long prompts.
+        canary: before any token is given out, compare each layer's output for a known token with the reference's. It
+            finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
+
+    A device that is lost is opened again and the model loaded again; a warning says so, and answers go on as they would
+    have. After the third loss at one op they end in a DeviceLostError.
     """
 
     def __init__(
@@ -169,7 +182,10 @@ class LLM:
         device: str = "auto",
         context: int | None = None,
         kv_cache: KVType = "f16",
+        mode: Mode = "auto",
+        vram_budget: int | None = None,
         progress: Progress | None = None,
+        canary: bool = False,
     ) -> None:
         started = time.perf_counter()
         self.checkpoint = Checkpoint(model)
@@ -178,12 +194,19 @@ class LLM:
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
-        self._loaded = load_model(
-            self.checkpoint.folder, device=device, context=context, kv_cache=kv_cache, progress=progress
-        )
-        self._engine: Engine[Any] = Engine(self._loaded.model, context=self.context)
-        self.device = self._loaded.device_name
-        self.is_software = self._loaded.is_software
+        folder = self.checkpoint.folder
+        memory: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "mode": mode, "vram_budget": vram_budget}
+
+        def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
+            selector = device if before is None else f"{before.api}:{before.index}"
+            return load_model(folder, device=selector, mark_ops=mark_ops, progress=progress, **memory)
+
+        self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
+        first = self._loaded.loaded
+        self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
+        self.device = first.device_name
+        self.is_software = first.is_software
+        self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
 
     def generate(
@@ -341,6 +364,7 @@ class LoadedModel:
         self.device = device  # None: the CPU
         info = None if device is None else device.info
         self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
+        self.streaming = model.plan.streaming if isinstance(model, QwenModel) else None
         software = " (software)" if self.is_software else ""
         self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
@@ -365,19 +389,22 @@ def load_model(
     device: str = "auto",
     context: int | None = None,
     kv_cache: KVType = "f16",
+    mode: Mode = "auto",
+    vram_budget: int | None = None,
     progress: Progress | None = None,
+    mark_ops: bool = False,
 ) -> LoadedModel:
-    """The model of a folder on a device, which the caller closes. See `LLM` for the arguments.
+    """The model of a folder on a device, which the caller closes. The loss of the device is an error here.
 
-    Kernels that `xinfer doctor` put in quarantine are not used; a warning names them.
+    See `LLM` for the arguments, `gpu.open_device` for `mark_ops`. Kernels in quarantine are not used; a warning
+    names them.
 
     Raises:
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
-    if kv_cache not in KV_TYPES:
-        raise RequestError(f"kv_cache={kv_cache!r}; expected one of {', '.join(KV_TYPES)}")
-    opened = None if device.strip().lower() == CPU else gpu.open_device(device)
+    _check_memory_options(kv_cache, mode, vram_budget)
+    opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
 
@@ -391,12 +418,21 @@ def load_model(
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
+            memory: dict[str, Any] = {"kv_dtype": kv_cache, "mode": mode, "vram_budget": vram_budget}
             options: dict[str, Any] = {"context": context, "quarantine": variants, "progress": loaded}
-            model = QwenModel.load(weights, opened, kv_dtype=kv_cache, **options)
+            model = QwenModel.load(weights, opened, **memory, **options)
         return LoadedModel(model, opened)
     except BaseException:
         opened.close()
         raise
+
+
+def _check_memory_options(kv_cache: str, mode: str, vram_budget: int | None) -> None:
+    for name, value, known in (("kv_cache", kv_cache, KV_TYPES), ("mode", mode, MODES)):
+        if value not in known:
+            raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
+    if vram_budget is not None and vram_budget < 1:
+        raise RequestError(f"vram_budget={vram_budget}; expected a number of bytes")
 
 
 def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:
@@ -411,6 +447,20 @@ def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:
     except BaseException:
         weights.close()
         raise
+
+
+def known_answer(folder: Path, ids: Sequence[int]) -> list[NDArray[np.float32]]:
+    """What the network makes of the last of `ids` by the reference: each layer's output, and the logits."""
+    outputs: list[NDArray[np.float32]] = []
+    with ModelWeights.open(folder) as weights:
+        names = [f"layers.{i}" for i in range(weights.config.num_hidden_layers)] + ["logits"]
+
+        def tap(name: str, values: NDArray[np.float32]) -> None:
+            if name in names:
+                outputs.append(values[-1].copy())
+
+        ReferenceModel(weights, keep=False).forward(ids, last_only=True, tap=tap)
+    return outputs
 
 
 def _exhaust(stream: Stream) -> Completion:

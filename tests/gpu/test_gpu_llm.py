@@ -112,6 +112,28 @@ def test_with_a_float32_cache_the_gpu_writes_what_the_cpu_writes(shared_device: 
     assert texts[0] == texts[1]
 
 
+def test_streamed_layers_give_the_same_text(shared_device: Device) -> None:
+    device = selector(shared_device)
+    with LLM(demo_folder(), device=device) as whole, LLM(demo_folder(), device=device, mode="streaming") as parts:
+        assert whole.streaming is None
+        assert parts.streaming is not None
+        assert parts.streaming.startswith("2 of 6 layers are streamed, ")
+        texts = [llm.generate("ROMEO:", max_tokens=20, **GREEDY).text for llm in (whole, parts)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"mode": "paged"}, "mode='paged'; expected one of auto, resident, streaming"),
+        ({"vram_budget": 0}, "vram_budget=0; expected a number of bytes"),
+    ],
+)
+def test_memory_options_are_checked(option: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        LLM(demo_folder(), device="cpu", **option)
+
+
 def test_a_type_of_cache_that_there_is_not_is_refused() -> None:
     with pytest.raises(RequestError, match="kv_cache='int8'; expected one of f16, f32"):
         LLM(demo_folder(), device="cpu", kv_cache="int8")  # type: ignore[arg-type]

@@ -12,9 +12,10 @@ import build_shaders
 from xinfer import ops
 from xinfer.doctor.menu import SCALED_DOWN, trials_for
 from xinfer.gpu.null import INFO, NullDevice
-from xinfer.shaders.catalog import Variant, variants
+from xinfer.shaders.catalog import PACKED_COLUMNS, PACKED_ROWS, Variant, variants
 from xinfer.trials.base import attempt
 from xinfer.trials.bench import Bench as TrialBench
+from xinfer.trials.linear import PackTrial
 
 EVERYTHING = frozenset(name for variant in variants().values() for name in variant.needs) | {"subgroup_size_control"}
 
@@ -52,6 +53,12 @@ def test_right_kernels_pass(bench: Bench, name: str) -> None:
     for trial in trials_for(variants()[name], dataclasses.replace(SCALED_DOWN, keys=100)):
         outcome = attempt(trial, bench.device, bench.kernels, name)
         assert outcome.right, f"{trial.shape}: {outcome}"
+
+
+def test_rows_that_fill_their_tiles_have_no_padding_to_judge(bench: Bench) -> None:
+    x = np.random.default_rng(0).standard_normal((PACKED_ROWS, PACKED_COLUMNS), np.float32)
+    outcome = attempt(PackTrial(x=x), bench.device, bench.kernels, "pack_rows.plain")
+    assert outcome.right, str(outcome)
 
 
 def test_an_unknown_op_is_an_error() -> None:

@@ -20,7 +20,7 @@ from xinfer.cli.app import app
 from xinfer.doctor import child, clinic, isolated
 from xinfer.doctor import report as reporting
 from xinfer.doctor.isolated import BROKEN, CRASHED, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG, Ended, run_isolated
-from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError, RequestError
+from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import RemovedReason
 from xinfer.gpu.null import INFO
 from xinfer.quarantine import Quarantine
@@ -112,6 +112,7 @@ class FakeDevice:
     [
         (DeviceLostError("gone"), LOST, "DXGI_ERROR_DEVICE_HUNG"),
         (DeviceError("'trial' has not ended after 48.0 s"), HUNG, "has not ended"),
+        (DeviceHungError("'trial' has not ended after 48.0 s"), HUNG, "has not ended"),
         (DeviceError("vkCreateComputePipelines: VK_ERROR_UNKNOWN"), REFUSED, "VK_ERROR_UNKNOWN"),
         (OutOfMemoryError("too little memory"), SKIPPED, "too little"),
         (ValueError("shapes"), BROKEN, "ValueError: shapes"),

@@ -41,11 +41,13 @@ ALLOWED = {
         "gpu_model",
         "model",
         "quarantine",
+        "recovery",
         "sampling",
         "settings",
         "tokenizer",
         "transcript",
     },
+    "recovery": {"gpu", "gpu_model", "kv_cache", "quarantine"},
     "quarantine": {"gpu"},
     "gpu_model": {"gpu", "kv_cache", "model", "ops"},
     "ops": {"gpu", "shaders"},
@@ -71,7 +73,8 @@ ALLOWED = {
 THIRD_PARTY = {
     "model": {"numpy", "ml_dtypes", "safetensors", "tokenizers"},  # tokenizers: only synthetic, to write one
     "engine": {"numpy"},
-    "llm": set(),
+    "llm": {"numpy"},
+    "recovery": {"numpy"},
     "checkpoint": {"numpy"},
     "gpu": {"numpy"},
     "gpu_model": {"ml_dtypes", "numpy"},

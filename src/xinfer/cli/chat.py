@@ -32,6 +32,8 @@ def chat(
     device: options.Device = "auto",
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
+    vram_budget: options.VramBudget = None,
+    canary: options.Canary = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.", show_default=False)
     ] = None,
@@ -61,7 +63,8 @@ def chat(
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
-    with load(model, device, context, kv_cache, quiet=quiet) as llm:
+    budget = options.byte_count(vram_budget)
+    with load(model, device, context, kv_cache, vram_budget=budget, quiet=quiet, canary=canary) as llm:
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:
             talk.converse()

@@ -21,6 +21,8 @@ def generate(
     device: options.Device = "auto",
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
+    vram_budget: options.VramBudget = None,
+    canary: options.Canary = False,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -54,5 +56,6 @@ def generate(
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
     values = options.sampling_values(ctx)
-    with load(model, device, context, kv_cache, quiet=quiet) as llm:
+    budget = options.byte_count(vram_budget)
+    with load(model, device, context, kv_cache, vram_budget=budget, quiet=quiet, canary=canary) as llm:
         print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

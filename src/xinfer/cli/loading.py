@@ -23,13 +23,25 @@ def resolve(model: str) -> Path:
 
 
 @contextmanager
-def load(model: str, device: str, context: int | None, kv_cache: str = "f16", *, quiet: bool = False) -> Iterator[LLM]:
+def load(
+    model: str,
+    device: str,
+    context: int | None,
+    kv_cache: str = "f16",
+    *,
+    vram_budget: int | None = None,
+    quiet: bool = False,
+    canary: bool = False,
+) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
-    options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache}
+    options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache, "canary": canary}
+    options["vram_budget"] = vram_budget
     with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
         warn_of_software(device, llm.device, is_software=llm.is_software)
+        if llm.streaming and not quiet:
+            say(llm.streaming)
         yield llm
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import typer
@@ -21,10 +22,27 @@ Device = Annotated[
 Context = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Most tokens, prompt and answer.", show_default="the model's")
 ]
+Canary = Annotated[
+    bool,
+    typer.Option(
+        "--canary",
+        metavar="",
+        help="Check every layer with a known token before each token: finds a GPU that was reset in silence. Slower.",
+    ),
+]
 KVCache = Annotated[
     str,
     typer.Option(
         "--kv-cache", metavar="f16|f32", help="A GPU's KV cache; f32 is twice as large, and gives the CPU's tokens."
+    ),
+]
+VramBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--vram-budget",
+        metavar="SIZE",
+        help="Most of a GPU's memory to take, such as 8GB or 7.5GiB; layers that do not fit are streamed.",
+        show_default="what is free",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON object to stdout, errors too.")]
@@ -83,6 +101,18 @@ StopTokenIds = Annotated[
         help="End at this token id, besides the model's own. May be given several times.",
     ),
 ]
+
+
+def byte_count(size: str | None) -> int | None:
+    """`8GB`, `7.5GiB`, `500 MB` or plain bytes as a number of bytes."""
+    if size is None:
+        return None
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(I?)B?\s*", size.upper())
+    if found is None:
+        raise typer.BadParameter(f"{size!r}; expected a size such as 8GB, 7.5GiB or 500MB", param_hint="--vram-budget")
+    number, prefix, binary = found.groups()
+    unit: int = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
+    return round(float(number) * unit)
 
 
 def sampling_values(ctx: typer.Context) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import numpy as np
 from xinfer import gpu
 from xinfer.doctor import menu
 from xinfer.doctor.isolated import BROKEN, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG
-from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
+from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import directml
 from xinfer.gpu.api import Device
 from xinfer.ops import KernelSet
@@ -89,6 +89,8 @@ def write_answer(target: Path, answer: dict[str, Any]) -> None:
 def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
     try:
         return try_variant(device, job["variant"], SCALES[job["scale"]], timeout_s=job["timeout_s"])
+    except DeviceHungError as error:
+        return {"outcome": HUNG, "detail": str(error)}
     except DeviceLostError as error:
         reason = device.removed_reason()
         return {"outcome": LOST, "detail": str(reason) if reason.lost else str(error)}

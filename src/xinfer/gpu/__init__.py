@@ -62,8 +62,11 @@ def best(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:
     return min(devices, key=lambda device: order.index(device.kind), default=None)
 
 
-def open_device(selector: str, *, debug: bool = False) -> api.Device | None:
-    """Open the adapter that `selector` means; None where "auto" finds no GPU. `debug` needs the validation layers.
+def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -> api.Device | None:
+    """Open the adapter that `selector` means; None where "auto" finds no GPU.
+
+    `debug` needs the validation layers. With `mark_ops` the device notes every op that has ended, so that an error
+    about its loss can name the one that has not; it is slower then.
 
     Raises DeviceError where there is no such adapter, or it cannot be opened.
     """
@@ -72,7 +75,7 @@ def open_device(selector: str, *, debug: bool = False) -> api.Device | None:
     info = choose_device(selector)
     if info is None:
         return None
-    device: api.Device = BACKENDS[info.api].open_device(info.index, debug=debug)
+    device: api.Device = BACKENDS[info.api].open_device(info.index, debug=debug, mark_ops=mark_ops)
     return device
 
 

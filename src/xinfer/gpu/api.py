@@ -69,6 +69,7 @@ class KernelCode:
     entry: str = "main"
     n_buffers: int
     n_constants: int  # dwords
+    constant_names: tuple[str, ...] = ()  # for messages
     workgroup: Groups
     subgroup_size: int | None = None  # required size; None leaves it to the driver
     needs: frozenset[str] = frozenset()  # names out of DeviceInfo.features
@@ -250,7 +251,7 @@ class Device(Protocol):
         """Queue a finished recording, or some of its segments; uploads made before come first."""
 
     def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
-        """Block until `ticket` has ended. Raises DeviceError after `timeout_s`, DeviceLostError with the device.
+        """Block until `ticket` has ended. Raises DeviceHungError after `timeout_s`, DeviceLostError with the device.
 
         For the first `spin_s` it asks again and again rather than sleep: a core is busy, and the answer comes sooner
         (by about 70 us with NVIDIA's driver).

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from xinfer.errors import DeviceError, DeviceLostError
+from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError
 from xinfer.gpu import _checks
 from xinfer.gpu._d3d12.adapter import Adapter, list_adapters
 from xinfer.gpu._d3d12.core import Core, Handle
@@ -23,6 +23,7 @@ from xinfer.gpu._d3d12.queue import Queue
 from xinfer.gpu._d3d12.recording import FILL_GROUPS_X, FILL_LANES, D3D12Recording
 from xinfer.gpu._d3d12.runtime import Runtime, load_runtime
 from xinfer.gpu._d3d12.transfer import Transfers
+from xinfer.gpu._trail import HUNG, MARKER
 from xinfer.gpu.api import (
     Bindable,
     BufferKind,
@@ -73,9 +74,9 @@ def list_devices() -> list[DeviceInfo]:
             adapter.release()
 
 
-def open_device(index: int, *, debug: bool = False) -> Device:
+def open_device(index: int, *, debug: bool = False, mark_ops: bool = False) -> Device:
     """Open the adapter with this index. Raises DeviceError where there is none."""
-    return D3D12Device(index, debug=debug)
+    return D3D12Device(index, debug=debug, mark_ops=mark_ops)
 
 
 def diagnose() -> list[str]:
@@ -95,11 +96,13 @@ def diagnose() -> list[str]:
 class D3D12Device(BufferOwner):
     """See `api.Device`."""
 
-    def __init__(self, index: int = 0, *, debug: bool = False, runtime: Runtime | None = None) -> None:
+    def __init__(
+        self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, runtime: Runtime | None = None
+    ) -> None:
         runtime = runtime or load_runtime()
         adapter = _take(list_adapters(runtime), index)
         try:
-            self.core = Core(runtime, adapter, debug=debug)
+            self.core = Core(runtime, adapter, debug=debug, mark_ops=mark_ops)
         except BaseException:
             adapter.release()
             raise
@@ -107,6 +110,8 @@ class D3D12Device(BufferOwner):
         try:
             self._trash: deque[tuple[int, tuple[Handle, ...]]] = deque()
             self._trash_lock = threading.Lock()
+            self._begun: deque[tuple[int, bytes]] = deque(maxlen=64)  # submissions, and where among notes they begin
+            self.core.trail.read = self._oldest
             self._queue = Queue(self.core)
             self.allocator = Allocator(self.core)
             self._signatures = RootSignatures(self.core)
@@ -148,16 +153,24 @@ class D3D12Device(BufferOwner):
             value = self._queue.submit([recording.free_list(part) for part in parts])
         for part in parts:
             part.ran = True
+        # The list that has the most to do stands for all: the fence tells of whole submissions only.
+        self._begun.append((value, max(parts, key=lambda part: len(part.ops)).marker))
         return Ticket(value, recording.label)
 
+    def _oldest(self) -> bytes:
+        """The marker of the oldest submission that is not known to have ended. DRED's breadcrumbs say more."""
+        running = (marker for value, marker in list(self._begun) if value > self._queue.seen)
+        return next(running, bytes(MARKER.size))
+
     def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
-        """Block until `ticket` has ended; see `api.Device.wait`. Raises DeviceError after `timeout_s`."""
+        """Block until `ticket` has ended; see `api.Device.wait`."""
         self.core.ensure_usable()
         if self._queue.spin(ticket.value, min(spin_s, timeout_s)) or self._queue.wait(ticket.value, timeout_s):
             return
-        raise DeviceError(
+        raise DeviceHungError(
             f"{ticket.label!r} has not ended after {timeout_s:.1f} s; "
-            "the device may be hung, or the work too much for it"
+            "the device may be hung, or the work too much for it",
+            self.core.loss(repr(ticket.label), HUNG),
         )
 
     def poll(self, ticket: Ticket) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
+from xinfer.errors import DeviceError, DeviceLostError, Loss, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
 
 VULKAN_LIBRARIES = {
@@ -26,7 +26,7 @@ def check(result: int, call: str) -> int:
         return result
     message = f"{call} failed: {result_name(result)}"
     if result == vk.VK_ERROR_DEVICE_LOST:
-        raise DeviceLostError(f"{message}; the driver gave the device up, open it again")
+        raise DeviceLostError(loss=Loss(call=call, reason=result_name(result), code=result))
     if result in OUT_OF_MEMORY:
         raise OutOfMemoryError(f"{message}; free memory on the device, or ask for less")
     raise DeviceError(message)

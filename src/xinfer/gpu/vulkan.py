@@ -13,9 +13,10 @@ from ctypes import c_void_p
 from types import TracebackType
 from typing import Self
 
-from xinfer.errors import DeviceError, DeviceLostError
+from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError
 from xinfer.gpu import _checks, _probe, native
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._trail import HUNG, MARKER
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily, list_adapters
 from xinfer.gpu._vk.cache import PipelineCache
 from xinfer.gpu._vk.core import Core, Handle
@@ -67,20 +68,25 @@ def list_devices() -> list[DeviceInfo]:
         instance.close()
 
 
-def open_device(index: int, *, debug: bool = False) -> Device:
+def open_device(index: int, *, debug: bool = False, mark_ops: bool = False) -> Device:
     """Open the adapter with this index. Raises DeviceError where there is none."""
-    return VulkanDevice(index, debug=debug)
+    return VulkanDevice(index, debug=debug, mark_ops=mark_ops)
 
 
 class VulkanDevice(BufferOwner):
     """See `api.Device`."""
 
-    def __init__(self, index: int = 0, *, debug: bool = False, options: VulkanOptions | None = None) -> None:
+    def __init__(
+        self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, options: VulkanOptions | None = None
+    ) -> None:
         options = options or VulkanOptions()
         self._instance = Instance(debug=debug, newest=options.newest)
         try:
             self._open(index, options)
+            self._make_markers(each_op=mark_ops)
         except BaseException:
+            if hasattr(self, "core"):
+                self.core.close()
             self._instance.close()
             raise
 
@@ -105,6 +111,12 @@ class VulkanDevice(BufferOwner):
         self._layouts = Layouts(self.core)
         self._cache = PipelineCache(self.core)
         self._transfers = Transfers(self, self._queue, self._transfer_queue)
+
+    def _make_markers(self, *, each_op: bool) -> None:
+        self.markers = VulkanBuffer(self, MARKER.size, "readback", "markers")
+        self.markers.write(bytes(MARKER.size))
+        view = self.markers.view(0, MARKER.size)
+        self.core.trail.read, self.core.trail.each_op = lambda: bytes(view), each_op
 
     def _make_queues(
         self, compute: QueueFamily, transfer: QueueFamily | None, *, second_clock: bool
@@ -162,13 +174,14 @@ class VulkanDevice(BufferOwner):
         return Ticket(value, recording.label)
 
     def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
-        """Block until `ticket` has ended; see `api.Device.wait`. Raises DeviceError after `timeout_s`."""
+        """Block until `ticket` has ended; see `api.Device.wait`."""
         self.core.ensure_usable()
         if self._queue.spin(ticket.value, min(spin_s, timeout_s)) or self._queue.wait(ticket.value, timeout_s):
             return
-        raise DeviceError(
+        raise DeviceHungError(
             f"{ticket.label!r} has not ended after {timeout_s:.1f} s{self._progress(ticket)}; "
-            "the device may be hung, or the work too much for it"
+            "the device may be hung, or the work too much for it",
+            self.core.loss(f"{ticket.label!r}", HUNG.name),
         )
 
     def _progress(self, ticket: Ticket) -> str:
@@ -288,6 +301,7 @@ class VulkanDevice(BufferOwner):
             self._cache.save()
         self._transfers.release()
         self.collect()
+        self.core.trail.read = None
         self.core.close()
         self._instance.close()
 

@@ -1,9 +1,11 @@
 """A Qwen2 on a device: `QwenModel` is what the engine runs.
 
 `weights` says where every tensor lies and uploads it, `forward` records the network's ops, `model` keeps the
-recordings, feeds them and reads what comes out.
+recordings, feeds them and reads what comes out, `canary` notices a device that lost its memory and says nothing.
 """
 
+from xinfer.gpu_model.canary import Canary, canary_ids
+from xinfer.gpu_model.memory import MODES, Mode
 from xinfer.gpu_model.model import KV_TYPES, KVType, QwenModel
 
-__all__ = ["KV_TYPES", "KVType", "QwenModel"]
+__all__ = ["KV_TYPES", "MODES", "Canary", "KVType", "Mode", "QwenModel", "canary_ids"]

@@ -62,6 +62,18 @@ class MemoryPlan:
         """The weights that stay, and the slots of those that do not."""
         return self.layout.nbytes(self.split)
 
+    @property
+    def streaming(self) -> str | None:
+        """For people: what is streamed; None where nothing is."""
+        split = self.split
+        if not split.streamed:
+            return None
+        a_step = sum(self.layout.layers[i].size for i in split.streamed)
+        return (
+            f"{len(split.streamed)} of {self.config.num_hidden_layers} layers are streamed, {_size(a_step)} a token"
+            f"{'' if split.pinned else ', read from the disk each time'}; {_size(self.needed(None))} on the device"
+        )
+
     def cache(self, context: int) -> int:
         """The KV cache and the rotary tables of one sequence."""
         return self.shape.total_bytes(self.shape.blocks_for(context)) + 4 * self.config.head_dim * context

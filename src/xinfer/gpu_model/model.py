@@ -170,6 +170,18 @@ class QwenModel:
                 cache.truncate(start)
                 raise
 
+    def replay(self, lost: KVCache, cache: KVCache) -> None:
+        """Fill an empty cache with what another had, whose device is gone, in passes of the same rows.
+
+        The same kernels then sum in the same order: the keys and values are the same to the last bit.
+        """
+        begin = 0
+        with self._lock:
+            for n, rows in lost.passes:
+                cache.reserve(cache.length + n)
+                self._run_chunk(lost.ids[begin : begin + n], cache, rows=rows)
+                begin += n
+
     def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
         """The likeliest next token after `token`, the one after that, and so on, `limit` of them.
 
@@ -193,7 +205,7 @@ class QwenModel:
                     chosen = answer.token(n)
                     if chosen == BAD_TOKEN:
                         self.trace([answer.fed(n)], cache)
-                    cache.ids.append(answer.fed(n))
+                    cache.append([answer.fed(n)], rows=1)
                 yield chosen
         finally:
             answer.closed = True
@@ -286,13 +298,18 @@ class QwenModel:
         while begin < len(ids):
             chunk = ids[begin : begin + min(self._chunk, steps.max_rows)]
             rows = steps.bucket(len(chunk))
-            recording = steps.prefill(rows, whole=False)
-            steps.stage_chunk(chunk, cache, rows=rows)
-            started = time.perf_counter()
-            steps.wait(steps.submit(recording))
-            self._adapt(rows, time.perf_counter() - started)
-            cache.ids += chunk
+            self._adapt(rows, self._run_chunk(chunk, cache, rows=rows))
             begin += len(chunk)
+
+    def _run_chunk(self, chunk: list[int], cache: KVCache, *, rows: int) -> float:
+        """Append a chunk, padded to `rows`; the seconds that the device took."""
+        steps = self._steps
+        recording = steps.prefill(rows, whole=False)
+        steps.stage_chunk(chunk, cache, rows=rows)
+        started = time.perf_counter()
+        steps.wait(steps.submit(recording))
+        cache.append(chunk, rows=rows)
+        return time.perf_counter() - started
 
     def _adapt(self, rows: int, seconds: float) -> None:
         """Choose the rows of the next chunk by the time that a full one took.
@@ -317,7 +334,7 @@ class QwenModel:
         logits = np.frombuffer(steps.logits_back.read(), np.float32)
         if steps.chosen(0) == BAD_TOKEN:
             self.trace([token], cache)
-        cache.ids.append(token)
+        cache.append([token], rows=1)
         return logits[np.newaxis]
 
     def _all_logits(self, ids: list[int], cache: KVCache) -> Array:
@@ -334,7 +351,7 @@ class QwenModel:
             steps.head(found)
             if not np.isfinite(found).all():
                 self.trace(chunk, cache)
-            cache.ids += chunk
+            cache.append(chunk, rows=rows)
         return logits
 
     def _tapped(self, ids: list[int], cache: KVCache, *, last_only: bool, tap: Tap) -> Array:
@@ -346,7 +363,7 @@ class QwenModel:
             steps.stage_chunk(chunk, cache, rows=len(chunk))
             made = steps.tapped(len(chunk), tap, last_only=last_only)
             logits[begin + len(chunk) - len(made) : begin + len(chunk)] = made
-            cache.ids += chunk
+            cache.append(chunk, rows=len(chunk))
         return logits[-1:] if last_only else logits
 
     def _first_bad(self, ids: list[int], cache: KVCache) -> str | None:

@@ -134,7 +134,7 @@ class Steps:
 
         def record(recording: Recording) -> None:
             recording.segment(LOAD)
-            self._record_load(recording, self.one, 1)
+            self.record_load(recording, self.one, 1)
             recording.segment(STEP)
             self.record_step(recording, n_valid)
             recording.segment(READ)
@@ -150,7 +150,7 @@ class Steps:
             recording.timestamp("begin")
         step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops")
         step.embed()
-        self._record_layers(step, STEP)
+        self.record_layers(step, STEP)
         step.head(self.logits)
         ops.argmax(
             step.on,
@@ -171,15 +171,20 @@ class Steps:
 
         def record(recording: Recording) -> None:
             recording.segment(STEP)
-            self._record_load(recording, self.many, n)
+            self.record_load(recording, self.many, n)
             chunk = Pass(self.network(), self.many, n, recording)
             chunk.embed()
-            self._record_layers(chunk, STEP, cache_only=not whole)
+            self.record_layers(chunk, STEP, cache_only=not whole)
 
         return self._kept(("whole" if whole else "prefill", n), record)
 
-    def _record_layers(self, step: Pass, name: str, *, cache_only: bool = False) -> None:
-        """All layers, each streamed one in a segment of its own; `cache_only` is for the last one."""
+    def record_layers(
+        self, step: Pass, name: str, *, cache_only: bool = False, after: Callable[[int], None] | None = None
+    ) -> None:
+        """All layers, each streamed one in a segment of its own; `cache_only` is for the last one.
+
+        `after` may record more behind each layer.
+        """
         split, last = self._weights.split, self.config.num_hidden_layers - 1
         for i in range(last + 1):
             if i in split.streamed:
@@ -187,6 +192,8 @@ class Steps:
             elif i - 1 in split.streamed:
                 step.recording.segment(f"{name} behind {i - 1}")
             step.layer(i, cache_only=cache_only and i == last)
+            if after is not None:
+                after(i)
         if last in split.streamed:
             step.recording.segment(f"{name} behind {last}")
 
@@ -302,7 +309,8 @@ class Steps:
             buffer.release()
         return made
 
-    def _record_load(self, recording: Recording, space: Workspace, n: int) -> None:
+    def record_load(self, recording: Recording, space: Workspace, n: int) -> None:
+        """Take the states of n rows from where the host has staged them."""
         recording.barrier()
         recording.copy(*space.states(n))
         recording.barrier()

@@ -108,6 +108,7 @@ def load(variant_id: str, *, binaries: Path = BINARIES) -> KernelCode:
         hlsl=hlsl(variant),
         n_buffers=variant.n_buffers,
         n_constants=variant.n_constants,
+        constant_names=variant.constants,
         workgroup=variant.workgroup,
         subgroup_size=variant.subgroup_size,
         needs=variant.needs,

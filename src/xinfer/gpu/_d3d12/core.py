@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Callable
 from ctypes import c_void_p
 
-from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
+from xinfer.errors import DeviceError, DeviceLostError, Loss, OutOfMemoryError
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12 import debug as debugging
 from xinfer.gpu._d3d12.adapter import Adapter
 from xinfer.gpu._d3d12.com import Argument, Interface, failed, hresult_name, wide
 from xinfer.gpu._d3d12.runtime import Runtime, interface
+from xinfer.gpu._trail import Trail
 from xinfer.gpu.api import DebugMessage, RemovedReason
 
 # A call that answers with one of these tells of a lost device; INVALID_CALL may also be a mistake of ours.
@@ -52,18 +53,22 @@ class Handle:
 class Core:
     """The native device and all that was made on it."""
 
-    def __init__(self, runtime: Runtime, adapter: Adapter, *, debug: bool) -> None:
+    def __init__(self, runtime: Runtime, adapter: Adapter, *, debug: bool, mark_ops: bool = False) -> None:
         self.runtime = runtime
         self.adapter = adapter
         self.debug = debug
-        self.lost: str | None = None
+        self.marks = debug or mark_ops  # ops are marked, for breadcrumbs
+        self.lost: Loss | None = None
+        self.trail = Trail()
         self.closed = False
         self._reason = RemovedReason("S_OK", 0)
         self._process = os.getpid()
         self._handles: dict[int, Handle] = {}  # by identity, in the order of making
         self._lock = threading.Lock()
         if debug:
-            debugging.enable(runtime)
+            debugging.enable_layer(runtime)
+        if self.marks:
+            debugging.enable_extended_data(runtime)
         self.device = interface(
             runtime, "ID3D12Device", "D3D12CreateDevice", adapter.address, d3d.D3D_FEATURE_LEVEL_11_0
         )
@@ -72,7 +77,7 @@ class Core:
     def ensure_usable(self) -> None:
         """Raise where the device is closed, lost, or belongs to the parent of this process."""
         if self.lost is not None:
-            raise DeviceLostError(f"{self.lost}; open the device again")
+            raise DeviceLostError(loss=self.lost)
         if self.closed:
             raise DeviceError(f"the device {self.adapter.info.name!r} is closed; open it again")
         if self.forked:
@@ -100,8 +105,20 @@ class Core:
         if self.lost is None:
             reason = debugging.removed_reason(self.device)
             self._reason = reason if reason.lost else RemovedReason(hresult_name(code), code)
-            self.lost = f"{call} failed: {self._reason}"
-        raise DeviceLostError(f"{self.lost}; open the device again")
+            self.lost = self.loss(call, self._reason)
+        raise DeviceLostError(loss=self.lost)
+
+    def loss(self, call: str, reason: RemovedReason) -> Loss:
+        """What can be told about a loss that `call` has just noticed."""
+        messages = self._messages.recent() if self._messages else []
+        return self.trail.loss(
+            self.adapter.info,
+            call=call,
+            reason=reason.name,
+            code=reason.code,
+            details=reason.details,
+            messages=messages,
+        )
 
     def removed_reason(self) -> RemovedReason:
         """See `api.Device.removed_reason`."""

@@ -21,10 +21,10 @@ HOW_TO_GET_LAYER = (
 )
 
 
-def enable(runtime: Runtime) -> None:
-    """Switch on the debug layer with GPU-based validation, and extended data; before a device is made.
+def enable_layer(runtime: Runtime) -> None:
+    """Switch on the debug layer with GPU-based validation; before a device is made.
 
-    vkd3d has neither. Raises DeviceError where Windows lacks the layer.
+    vkd3d has none. Raises DeviceError where Windows lacks the layer.
     """
     try:
         layer = interface(runtime, "ID3D12Debug", "D3D12GetDebugInterface")
@@ -38,10 +38,14 @@ def enable(runtime: Runtime) -> None:
         finer.call("SetEnableGPUBasedValidation", 1)
         finer.release()
     layer.release()
+
+
+def enable_extended_data(runtime: Runtime) -> None:
+    """Switch on breadcrumbs and page faults, where there are any; before a device is made."""
     try:
         settings = interface(runtime, "ID3D12DeviceRemovedExtendedDataSettings", "D3D12GetDebugInterface")
     except DeviceError:
-        return  # Windows before 10.0.18362
+        return  # vkd3d, and Windows before 10.0.18362
     settings.call("SetAutoBreadcrumbsEnablement", d3d.D3D12_DRED_ENABLEMENT_FORCED_ON)
     settings.call("SetPageFaultEnablement", d3d.D3D12_DRED_ENABLEMENT_FORCED_ON)
     settings.release()
@@ -51,12 +55,22 @@ class Messages:
     """The debug layer's messages; there are none where the device has no ID3D12InfoQueue."""
 
     def __init__(self, device: Interface) -> None:
+        self._kept: list[DebugMessage] = []  # shown with a loss, and not drained yet
         self._queue = device.query("ID3D12InfoQueue")
         if self._queue:
             self._queue.call("SetMessageCountLimit", MESSAGES_KEPT)
 
     def drain(self) -> list[DebugMessage]:
         """The messages since the last call."""
+        kept, self._kept = self._kept, []
+        return kept + self._take()
+
+    def recent(self) -> list[DebugMessage]:
+        """The same, and they stay."""
+        self._kept += self._take()
+        return self._kept
+
+    def _take(self) -> list[DebugMessage]:
         if self._queue is None:
             return []
         count = self._queue.call("GetNumStoredMessages")

@@ -91,6 +91,11 @@ class Queue:
             self._seen = max(self._seen, value)
         return self._seen
 
+    @property
+    def seen(self) -> int:
+        """The highest value that is known to have ended, without asking the device."""
+        return self._seen
+
     def spin(self, value: int, spin_s: float) -> bool:
         """Ask until `value` has ended or the time is up, at least once."""
         deadline = time.perf_counter() + spin_s

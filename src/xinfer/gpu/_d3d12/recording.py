@@ -12,7 +12,7 @@ from ctypes import c_uint32
 from dataclasses import dataclass
 from typing import Literal
 
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceError, DeviceHungError
 from xinfer.gpu import _checks
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.core import Handle
@@ -20,6 +20,7 @@ from xinfer.gpu._d3d12.kernel import D3D12Kernel
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, as_slice, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
 from xinfer.gpu._d3d12.states import States
+from xinfer.gpu._trail import HUNG
 from xinfer.gpu.api import Bindable, BufferSlice, Groups, Kernel
 
 LISTS_A_SEGMENT = 4
@@ -51,6 +52,7 @@ class Segment:
         self.lists: list[CommandList] = []
         self.buffers: set[D3D12Buffer] = set()
         self.ran = False
+        self.marker = b""  # where it begins, among the recording's notes
 
     def break_off(self, reason: str) -> None:
         """A buffer went: the recording must not be submitted again."""
@@ -79,6 +81,7 @@ class D3D12Recording:
         self._ticks: D3D12Buffer | None = None
         self._own_buffers: list[D3D12Buffer] = []
         self._kernels: list[D3D12Kernel] = []
+        self._notes = owner.core.trail.notes(label)
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -91,6 +94,7 @@ class D3D12Recording:
         if name in self.segments:
             raise ValueError(f"recording {self.label!r} has a segment {name!r} already")
         self.parts.append(Segment(self, name))
+        self.parts[-1].marker = self._notes.begin(name)
 
     def dispatch(
         self, kernel: Kernel, buffers: Sequence[Bindable], constants: bytes | Sequence[int], groups: Groups, label: str
@@ -191,9 +195,10 @@ class D3D12Recording:
             return part.lists[-1]
         oldest = min(part.lists, key=lambda item: item.value)
         if not self.queue.wait(oldest.value, LIST_TIMEOUT_S):
-            raise DeviceError(
+            raise DeviceHungError(
                 f"{self.label!r} was submitted {LISTS_A_SEGMENT} times, and the first run has not ended after "
-                f"{LIST_TIMEOUT_S:.0f} s; the device may be hung"
+                f"{LIST_TIMEOUT_S:.0f} s; the device may be hung",
+                self.core.loss(repr(self.label), HUNG),
             )
         return oldest
 
@@ -224,12 +229,16 @@ class D3D12Recording:
             op.kernel.retain()
             self._kernels.append(op.kernel)
         part.ops.append(op)
+        if op.parts:
+            code = op.kernel.code if op.kernel and op.kernel is not self._filler else None
+            label = op.label or op.kind
+            self._notes.add(label, op.parts, code=code, groups=op.groups, constants=op.constants)
 
     def _make_list(self, part: Segment) -> CommandList:
         made = CommandList(self.core, f"{self.label}/{part.name}")
         try:
             made.begin()
-            Writer(made, self._query_heap, self._ticks, debug=self.core.debug).write(part)
+            Writer(made, self._query_heap, self._ticks, marks=self.core.marks).write(part)
             made.end()
         except BaseException:
             for handle in made.handles:
@@ -242,13 +251,13 @@ class Writer:
     """Puts noted commands into a command list."""
 
     def __init__(
-        self, target: CommandList, query_heap: Handle | None, ticks: D3D12Buffer | None, *, debug: bool
+        self, target: CommandList, query_heap: Handle | None, ticks: D3D12Buffer | None, *, marks: bool
     ) -> None:
         self._list = target.list
         self._states = States(target.list)
         self._query_heap = query_heap
         self._ticks = ticks
-        self._debug = debug
+        self._marks = marks
         self._kernel: D3D12Kernel | None = None
         self._signature: Handle | None = None
 
@@ -286,7 +295,7 @@ class Writer:
             place = 1
         for i, item in enumerate(op.parts, place):
             call("SetComputeRootUnorderedAccessView", i, buffer_of(item).gpu_address + item.offset)
-        if self._debug:
+        if self._marks:
             self._mark(op.label)
         call("Dispatch", *op.groups)
 

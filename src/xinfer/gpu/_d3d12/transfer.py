@@ -7,12 +7,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceHungError
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._checks import check_transfer
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
 from xinfer.gpu._d3d12.states import States
+from xinfer.gpu._trail import HUNG
 from xinfer.gpu.api import BufferSlice, Bytes
 from xinfer.gpu.native import copy_bytes
 
@@ -199,7 +200,10 @@ class Transfers:
                     return chunk
                 self.kick()
                 if not self._idle and not self._room.wait(TIMEOUT_S):
-                    raise DeviceError(f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?")
+                    raise DeviceHungError(
+                        f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
+                        self.queue.core.loss("an upload", HUNG),
+                    )
             chunk = self._idle.popleft()
         try:
             self._wait_for(chunk.commands.value, "the uploads before")
@@ -223,6 +227,7 @@ class Transfers:
 
     def _wait_for(self, value: int, what: str, timeout_s: float = TIMEOUT_S) -> None:
         if value > self.queue.completed() and not self.queue.wait(value, timeout_s):
-            raise DeviceError(
-                f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?"
+            raise DeviceHungError(
+                f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?",
+                self.queue.core.loss("a transfer", HUNG),
             )

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from ctypes import Array, byref, c_float, c_uint32, c_uint64, c_void_p, pointer
 
-from xinfer.errors import DeviceError, DeviceLostError
+from xinfer.errors import DeviceError, DeviceLostError, Loss
 from xinfer.gpu import native
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._trail import Trail
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily
 from xinfer.gpu._vk.features import extensions_for
 from xinfer.gpu.native import chain
@@ -69,7 +70,8 @@ class Core:
         self.adapter = adapter
         self.features = features
         self.debug = adapter.instance.messages is not None
-        self.lost: str | None = None
+        self.lost: Loss | None = None
+        self.trail = Trail()
         self.fault: tuple[str, ...] = ()  # what the driver said about the loss
         self.closed = False
         self._process = os.getpid()
@@ -106,7 +108,7 @@ class Core:
     def ensure_usable(self) -> None:
         """Raise where the device is closed, lost, or belongs to the parent of this process."""
         if self.lost is not None:
-            raise DeviceLostError(f"{self.lost}; open the device again")
+            raise DeviceLostError(loss=self.lost)
         if self.closed:
             raise DeviceError(f"the device {self.adapter.info.name!r} is closed; open it again")
         if os.getpid() != self._process:
@@ -122,10 +124,21 @@ class Core:
         if result == vk.VK_ERROR_DEVICE_LOST:
             if self.lost is None:
                 self.fault = self._ask_fault()
-                told = f" ({'; '.join(self.fault)})" if self.fault else ""
-                self.lost = f"{call} failed: VK_ERROR_DEVICE_LOST{told}"
-            raise DeviceLostError(f"{self.lost}; open the device again")
+                self.lost = self.loss(call, native.result_name(result), result)
+            raise DeviceLostError(loss=self.lost)
         return native.check(result, call)
+
+    def loss(self, call: str, reason: str, code: int = 0) -> Loss:
+        """What can be told about a loss that `call` has just noticed."""
+        messages = self.adapter.instance.messages
+        return self.trail.loss(
+            self.adapter.info,
+            call=call,
+            reason=reason,
+            code=code,
+            details=self.fault,
+            messages=messages.recent() if messages else (),
+        )
 
     def create(
         self, kind: str, info: vk.VkStructure, label: str = "", on_destroy: Callable[[], None] | None = None

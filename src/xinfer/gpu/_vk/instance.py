@@ -58,6 +58,11 @@ class DebugMessages:
             self._messages.clear()
         return messages
 
+    def recent(self) -> list[DebugMessage]:
+        """The same, and they stay."""
+        with self._lock:
+            return list(self._messages)
+
     def _receive(self, severity: int, _types: int, data: Any, _user: Any) -> int:
         name, text = data.contents.pMessageIdName or b"", data.contents.pMessage or b""
         message = DebugMessage(

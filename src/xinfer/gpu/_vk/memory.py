@@ -257,6 +257,7 @@ class BufferOwner:
     core: Core
     allocator: Allocator
     families: list[int]  # queue families that touch buffers
+    markers: VulkanBuffer | None = None  # where recordings mark how far they have come
 
     def retire(self, *handles: Handle) -> None:
         """Destroy these once the work in flight has ended."""

@@ -109,6 +109,7 @@ class VulkanRecording:
         self._sets: dict[tuple[int, ...], int] = {}
         self._kernels: list[VulkanKernel] = []
         self._bound: VulkanKernel | None = None
+        self._notes = owner.core.trail.notes(label)
 
     @property
     def segments(self) -> tuple[str, ...]:
@@ -125,6 +126,7 @@ class VulkanRecording:
         self.core.begin(command_buffer, vk.VK_COMMAND_BUFFER_USAGE_SIMULTANEOUS_USE_BIT)
         self._bound = None
         self.parts.append(Segment(self, name, command_buffer))
+        self._mark(command_buffer, self._notes.begin(name))
 
     def dispatch(
         self, kernel: Kernel, buffers: Sequence[Bindable], constants: bytes | Sequence[int], groups: Groups, label: str
@@ -149,7 +151,7 @@ class VulkanRecording:
         self._debug_label(commands, label)
         call.vkCmdDispatch(commands, *groups)
         self._end_debug_label(commands)
-        self._note(slices)
+        self._note(label, slices, code=kernel.code, groups=groups, constants=packed)
 
     def copy(self, source: Bindable, target: Bindable) -> None:
         """Copy between slices of one size."""
@@ -157,14 +159,14 @@ class VulkanRecording:
         _checks.check_copy(a, b)
         region = vk.VkBufferCopy(srcOffset=a.offset, dstOffset=b.offset, size=a.size)
         self.core.vk.vkCmdCopyBuffer(self._open_commands(), buffer_of(a).native, buffer_of(b).native, 1, byref(region))
-        self._note((a, b))
+        self._note("copy", (a, b))
 
     def fill(self, target: Bindable, value: int) -> None:
         """Fill with a repeated u32; offset and size are multiples of 4."""
         part = as_slice(target)
         _checks.check_fill(part, value)
         self.core.vk.vkCmdFillBuffer(self._open_commands(), buffer_of(part).native, part.offset, part.size, value)
-        self._note((part,))
+        self._note("fill", (part,))
 
     def barrier(self) -> None:
         """What follows sees everything that was written before."""
@@ -229,13 +231,23 @@ class VulkanRecording:
             self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
             self.queries.end_segment()
 
-    def _note(self, slices: Sequence[BufferSlice]) -> None:
+    def _note(self, label: str, slices: Sequence[BufferSlice], **details: object) -> None:
+        """A command has been recorded: which buffers it uses, and what it is."""
         part = self.parts[-1]
+        self._notes.add(label, slices, **details)
+        if self.core.trail.each_op:
+            self.core.barrier(part.command_buffer, self._family, host=True)
+            self._mark(part.command_buffer, self._notes.marker())
         for item in slices:
             buffer = buffer_of(item)
             if buffer not in part.buffers:
                 part.buffers.add(buffer)
                 buffer.add_user(part)
+
+    def _mark(self, commands: int | None, marker: bytes) -> None:
+        """Let the device write a marker once it comes here; a barrier stands before it, and none is needed behind."""
+        if self.owner.markers is not None:
+            self.core.vk.vkCmdUpdateBuffer(commands, self.owner.markers.native, 0, len(marker), marker)
 
     def _descriptor_set(self, slices: Sequence[BufferSlice]) -> int:
         """A set with these slices bound; equal ones share it."""

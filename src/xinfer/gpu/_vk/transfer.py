@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from ctypes import byref
 
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceHungError
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._checks import check_transfer
+from xinfer.gpu._trail import HUNG
 from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu._vk.recording import Segment
@@ -248,7 +249,10 @@ class Transfers:
                     return chunk
                 self.kick()
                 if not self._idle and not self._room.wait(TIMEOUT_S):
-                    raise DeviceError(f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?")
+                    raise DeviceHungError(
+                        f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
+                        self.core.loss("an upload", HUNG.name),
+                    )
             chunk = self._idle.popleft()
         try:
             self._wait_for(self.queue, chunk.value, "the uploads before")
@@ -280,6 +284,7 @@ class Transfers:
 
     def _wait_for(self, queue: Queue, value: int, what: str, timeout_s: float = TIMEOUT_S) -> None:
         if value > queue.completed() and not queue.wait(value, timeout_s):
-            raise DeviceError(
-                f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?"
+            raise DeviceHungError(
+                f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?",
+                self.core.loss("a transfer", HUNG.name),
             )
