@@ -267,6 +267,26 @@ def test_greedy_tokens_go_on(at: int) -> None:
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_a_token_that_the_canary_disowns_is_computed_again(at: int) -> None:
+    calm, _ = recovering()
+    expected = list(calm.greedy(7, calm.make_cache(10), limit=4))
+    model, made = recovering()
+    heard = 0
+
+    def check() -> None:
+        nonlocal heard
+        heard += 1
+        if heard == at + 2:  # the first time is before the first token
+            raise DeviceLostError("garbage")
+
+    model._canary = SimpleNamespace(check=check, release=lambda: None)
+    cache = model.make_cache(10)
+    assert list(model.greedy(7, cache, limit=4)) == expected
+    assert cache.length == 4
+    assert len(made) == 2
+
+
 def test_another_calls_loss_does_not_stop_a_greedy_answer() -> None:
     calm, _ = recovering()
     expected = list(calm.greedy(7, calm.make_cache(10), limit=4))
