@@ -308,6 +308,18 @@ def test_the_rebuilt_cache_is_the_same_to_the_last_bit(folder: Path, monkeypatch
     assert found == [(step.token, step.logprob) for step in calm.sampled]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_layers_are_streamed_again(
+    folder: Path, undisturbed: dict[Task, Undisturbed], monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """Each is a segment of its own; pinned copies in the host's memory go with the device too."""
+    with planned(monkeypatch) as plan, LLM(folder, device="vulkan", mode="streaming", canary=True) as llm:
+        assert resident(llm).plan.split.streamed
+        plan.fault = Fault(kind, op="layers.1.down", skip=5)
+        assert sampled(llm) == undisturbed[sampled].answer
+        assert (plan.struck, len(plan.devices)) == (1, 2)
+
+
 def test_a_stream_that_nobody_reads_on_does_not_matter(
     folder: Path, undisturbed: dict[Task, Undisturbed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
