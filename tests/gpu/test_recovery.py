@@ -250,6 +250,20 @@ def test_a_device_that_never_loads_is_given_up(folder: Path, monkeypatch: pytest
         assert len(plan.devices) == 3
 
 
+@pytest.mark.parametrize("kind", ["lost", "hung"])
+def test_a_fault_while_loading(
+    folder: Path,
+    undisturbed: dict[Task, Undisturbed],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: Kind,
+) -> None:
+    run = undisturbed[sampled]
+    for name in ("flush", "upload block table"):
+        with planned(monkeypatch) as plan:
+            assert endure(folder, plan, sampled, Fault(kind, event=run.events.index(name)), run.answer, caplog)
+
+
 def test_losses_wherever_are_too_many_at_last(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
