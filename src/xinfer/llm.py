@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -423,7 +424,8 @@ def load_model(
             model = QwenModel.load(weights, opened, **memory, **options)
         return LoadedModel(model, opened)
     except BaseException:
-        opened.close()
+        with suppress(ResourceWarning):  # of a device that hangs; what went wrong is to be told
+            opened.close()
         raise
 
 

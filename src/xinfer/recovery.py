@@ -164,7 +164,13 @@ class RecoveringModel(Generic[L]):
         while left:
             model = self._run("a step", self._with(cache), cache)
             with closing(model.greedy(token, cache.on(model), limit=left, n_valid=n_valid)) as tokens:
-                while left and (chosen := self._next(model, tokens, cache)) is not None:
+                while left:
+                    try:
+                        chosen = self._next(model, tokens, cache)
+                    except StopIteration:  # the cache is full
+                        return
+                    if chosen is None:
+                        break
                     token, left = chosen, left - 1
                     yield chosen
 
@@ -182,7 +188,10 @@ class RecoveringModel(Generic[L]):
         return ready
 
     def _next(self, model: QwenModel, tokens: Generator[int], cache: SafeCache) -> int | None:
-        """The next greedy token; None where the device was lost, now or meanwhile by another thread's call."""
+        """The next greedy token; None where the device was lost, now or meanwhile by another thread's call.
+
+        Raises StopIteration where there is none.
+        """
         with self._lock:
             if self._loaded is None or self._loaded.model is not model:
                 return None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.conftest import CheckpointFactory
 from tests.gpu.faults import Fault, Kind, Plan, planned, spread
@@ -27,6 +28,7 @@ from xinfer import LLM, gpu, recovery
 from xinfer.errors import DeviceHungError, DeviceLostError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel, model
+from xinfer.gpu_model.canary import _close
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.quarantine import PATH_VARIABLE, Quarantine
 
@@ -248,6 +250,20 @@ def test_a_device_that_never_loads_is_given_up(folder: Path, monkeypatch: pytest
         assert len(plan.devices) == 3
 
 
+@pytest.mark.parametrize("kind", ["lost", "hung"])
+def test_a_fault_while_loading(
+    folder: Path,
+    undisturbed: dict[Task, Undisturbed],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: Kind,
+) -> None:
+    run = undisturbed[sampled]
+    for name in ("flush", "upload block table"):
+        with planned(monkeypatch) as plan:
+            assert endure(folder, plan, sampled, Fault(kind, event=run.events.index(name)), run.answer, caplog)
+
+
 def test_losses_wherever_are_too_many_at_last(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +322,18 @@ def test_the_rebuilt_cache_is_the_same_to_the_last_bit(folder: Path, monkeypatch
     assert found == [(step.token, step.logprob) for step in calm.sampled]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_streamed_layers_are_streamed_again(
+    folder: Path, undisturbed: dict[Task, Undisturbed], monkeypatch: pytest.MonkeyPatch, kind: Kind
+) -> None:
+    """Each is a segment of its own; pinned copies in the host's memory go with the device too."""
+    with planned(monkeypatch) as plan, LLM(folder, device="vulkan", mode="streaming", canary=True) as llm:
+        assert resident(llm).plan.split.streamed
+        plan.fault = Fault(kind, op="layers.1.down", skip=5)
+        assert sampled(llm) == undisturbed[sampled].answer
+        assert (plan.struck, len(plan.devices)) == (1, 2)
+
+
 def test_a_stream_that_nobody_reads_on_does_not_matter(
     folder: Path, undisturbed: dict[Task, Undisturbed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,15 +351,20 @@ def test_a_stream_that_nobody_reads_on_does_not_matter(
 
 
 def poison(device: Any, label: str, *, size: int = 64) -> None:
-    """Other bytes at the end of one buffer: a part of a tensor, finite or not."""
+    """Other bytes at the start of one buffer: a part of a tensor, or the canary's own block of a cache."""
     (buffer,) = (buffer for buffer in device.buffers if buffer.label == label and not buffer.released)
-    start = (buffer.size // 2 - size) // 4 * 4 if label.startswith("KV") else 0
-    device.upload(buffer[start : start + size], bytes(n % 199 + 7 for n in range(size)))
+    device.upload(buffer[:size], bytes(n % 199 + 7 for n in range(size)))
 
 
 @pytest.mark.parametrize(
     ("label", "layer"),
-    [("layer 0", "layers.0"), ("layer 1", "layers.1"), ("embedding", None), ("rotary table", "layers.0")],
+    [
+        ("layer 0", "layers.0"),
+        ("layer 1", "layers.1"),
+        ("KV cache, layer 1", "layers.1"),
+        ("embedding", None),
+        ("rotary table", "layers.0"),
+    ],
 )
 def test_the_canary_finds_one_poisoned_buffer(
     folder: Path,
@@ -350,6 +383,22 @@ def test_the_canary_finds_one_poisoned_buffer(
     assert layer is None or f"the output of {layer} is not what it has to be" in caplog.text
 
 
+def test_garbage_that_shows_as_nan_is_garbage_all_the_same(
+    folder: Path, undisturbed: dict[Task, Undisturbed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentinel for NaN hears of it before the canary: the weights are not to blame."""
+    with planned(monkeypatch) as plan, LLM(folder, device="vulkan", canary=True) as llm:
+        stream = llm.stream("the sea", temperature=1.0, seed=3, ignore_eos=True, max_tokens=12)
+        next(stream)
+        plan.fault = Fault("garbage")
+        (buffer,) = (buffer for buffer in plan.devices[0].buffers if buffer.label == "layer 1")
+        plan.devices[0].upload(buffer[:], b"\xff" * buffer.size)
+        for _ in stream:
+            pass
+        assert [stream.completion.token_ids] == undisturbed[sampled].answer
+        assert len(plan.devices) == 2
+
+
 def test_without_a_canary_poison_goes_unnoticed(
     folder: Path, undisturbed: dict[Task, Undisturbed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +407,14 @@ def test_without_a_canary_poison_goes_unnoticed(
         poison(plan.devices[0], "layer 0")
         assert sampled(llm) != undisturbed[sampled].answer
         assert len(plan.devices) == 1
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 3e38, 0.0])
+def test_what_the_canary_takes_for_close(garbage: float) -> None:
+    values = np.array([1.0, -100.0, 3.0], np.float32)
+    assert _close(values * np.float32(1.001), values)
+    assert not _close(np.array([1.0, garbage, 3.0], np.float32), values)
+    assert not _close(np.array([garbage] * 3, np.float32), values)
 
 
 def test_the_canary_outlives_a_cache_that_grows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

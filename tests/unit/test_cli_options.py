@@ -1,11 +1,17 @@
-"""Sizes as users write them."""
+"""Options as users write them."""
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import pytest
 import typer
 
+from xinfer import llm
+from xinfer.cli.app import main
 from xinfer.cli.options import byte_count
+from xinfer.errors import RequestError
 
 
 @pytest.mark.parametrize(
@@ -30,3 +36,19 @@ def test_sizes(text: str | None, expected: int | None) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="expected a size such as 8GB"):
         byte_count(text)
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat", "x"]])
+@pytest.mark.parametrize("canary", [True, False])
+def test_the_canary_reaches_the_model(monkeypatch: pytest.MonkeyPatch, command: list[str], canary: bool) -> None:
+    given: dict[str, Any] = {}
+
+    def refuse(_model: str, **options: Any) -> None:
+        given.update(options)
+        raise RequestError("enough")
+
+    monkeypatch.setattr(llm, "LLM", refuse)
+    monkeypatch.setattr(sys, "argv", ["xinfer", *command, *(["--canary"] if canary else [])])
+    with pytest.raises(SystemExit):
+        main()
+    assert given["canary"] is canary

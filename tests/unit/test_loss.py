@@ -209,7 +209,7 @@ class FakeModel:
         return sum(cache.ids)
 
     def greedy(self, token: int, cache: FakeCache, *, limit: int, n_valid: int | None = None) -> Any:
-        for _ in range(limit):
+        for _ in range(min(limit, cache.capacity - cache.length)):
             self._call()
             cache.ids.append(token)
             token = sum(cache.ids) % 1000
@@ -264,6 +264,32 @@ def test_greedy_tokens_go_on(at: int) -> None:
     again = model.make_cache(10)
     assert list(model.greedy(7, again, limit=5)) == expected
     assert again.length == cache.length
+    assert len(made) == 2
+
+
+def test_a_greedy_answer_ends_where_the_cache_does() -> None:
+    model, made = recovering(None, DeviceLostError("gone"))
+    assert len(list(model.greedy(7, model.make_cache(3), limit=5))) == 3
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_token_that_the_canary_disowns_is_computed_again(at: int) -> None:
+    calm, _ = recovering()
+    expected = list(calm.greedy(7, calm.make_cache(10), limit=4))
+    model, made = recovering()
+    heard = 0
+
+    def check() -> None:
+        nonlocal heard
+        heard += 1
+        if heard == at + 2:  # the first time is before the first token
+            raise DeviceLostError("garbage")
+
+    model._canary = SimpleNamespace(check=check, release=lambda: None)
+    cache = model.make_cache(10)
+    assert list(model.greedy(7, cache, limit=4)) == expected
+    assert cache.length == 4
     assert len(made) == 2
 
 

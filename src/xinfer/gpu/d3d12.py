@@ -154,7 +154,8 @@ class D3D12Device(BufferOwner):
         for part in parts:
             part.ran = True
         # The list that has the most to do stands for all: the fence tells of whole submissions only.
-        self._begun.append((value, max(parts, key=lambda part: len(part.ops)).marker))
+        if parts:
+            self._begun.append((value, max(parts, key=lambda part: len(part.ops)).marker))
         return Ticket(value, recording.label)
 
     def _oldest(self) -> bytes:
