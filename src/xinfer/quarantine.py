@@ -21,6 +21,7 @@ from xinfer.gpu.api import DeviceInfo
 
 PATH_VARIABLE = "XINFER_QUARANTINE"  # another file than `quarantine_path` would give
 VERSION = 1
+MARK = b'"entries"'  # what every quarantine file has, damaged or not
 LARGEST = 4 << 20  # bytes that are read of the file
 DETAIL_CHARS = 400
 
@@ -58,11 +59,15 @@ class Quarantine:
 
     def __init__(self, path: Path | None = None, *, warn: Warn | None = None) -> None:
         self.path = path or quarantine_path()
+        self._named = path is None and bool(os.environ.get(PATH_VARIABLE))  # by the user, who may name anything
         self._warn = warn or (lambda _: None)
 
     def entries(self) -> list[Entry]:
         """Every entry."""
         try:
+            if self.path.exists() and not self.path.is_file():  # reading a pipe or a device may never end
+                self._warn(f"the quarantine file {self.path} is no file; it is ignored")
+                return []
             with self.path.open("rb") as file:
                 return _parse(file.read(LARGEST))
         except FileNotFoundError:
@@ -110,6 +115,8 @@ class Quarantine:
             self._write([*kept, *new])
 
     def _write(self, entries: list[Entry]) -> None:
+        if self._is_foreign():
+            raise DeviceError(f"{self.path} is not ours to write: it holds no quarantine; name another file, or none")
         content = {"version": VERSION, "entries": [dataclasses.asdict(entry) for entry in entries]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +133,19 @@ class Quarantine:
                 f"{PATH_VARIABLE}"
             ) from error
 
+    def _is_foreign(self) -> bool:
+        """Whether somebody named a file that never was a quarantine: it is neither moved nor written."""
+        try:
+            if not self._named or not self.path.exists():
+                return False
+            return not self.path.is_file() or MARK not in self.path.read_bytes()[:LARGEST]
+        except OSError:
+            return False  # the attempt to write will say why
+
     def _set_aside(self, reason: str) -> None:
+        if self._is_foreign():
+            self._warn(f"{self.path} holds no quarantine ({reason}); it is ignored, and left as it is")
+            return
         aside = self.path.with_name(self.path.name + ".damaged")
         try:
             self.path.replace(aside)

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.conftest import CheckpointFactory
 
 import build_shaders
-from xinfer.errors import ContextLengthError, NumericalError, OutOfMemoryError, RequestError, WeightsError
+from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
 from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
 from xinfer.gpu_model import QwenModel, memory
 from xinfer.gpu_model import model as model_module
@@ -243,6 +243,16 @@ def test_too_little_memory_is_said_before_anything_is_read(
             QwenModel.load(weights, device)
     monkeypatch.undo()
     assert device.memory == real
+
+
+def test_heads_too_large_for_the_kernels_are_refused_before_anything_is_read(
+    device: Device, checkpoint: CheckpointFactory
+) -> None:
+    with ModelWeights.open(checkpoint(SyntheticSpec(head_dim=320))) as weights:
+        before = device.memory().ours
+        with pytest.raises(DeviceError, match="heads of 320 dimensions; kernels take 256 at most"):
+            QwenModel.load(weights, device)
+        assert device.memory().ours == before
 
 
 def test_what_is_asked_for_covers_what_is_taken(device: Device, checkpoint: CheckpointFactory) -> None:

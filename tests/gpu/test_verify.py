@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -164,9 +165,10 @@ def test_no_gpu_is_an_error_that_names_what_there_is(checkpoint: CheckpointFacto
 
 
 def test_cases_fit_into_the_context() -> None:
-    for context in (2, 10, 64, 100, 4096):
-        cases = plan_cases(context, 2)
-        assert all(case.n_prompt + case.n_steps <= context for case in cases if case.n_prompt > 1)
+    for context, n_steps in itertools.product((1, 2, 3, 10, 64, 100, 4096), (0, 2, 8, 100)):
+        cases = plan_cases(context, n_steps)
+        assert cases
+        assert all(case.n_prompt + case.n_steps <= context for case in cases)
     assert [case.n_prompt for case in plan_cases(4096, 0)] == list(LENGTHS)
     assert np.all(np.diff([case.n_prompt for case in plan_cases(100, 0)]) > 0)
 

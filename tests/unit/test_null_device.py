@@ -15,10 +15,30 @@ CODE = KernelCode(id="k", spirv=b"", n_buffers=2, n_constants=3, workgroup=(64, 
 
 
 def test_it_is_a_device() -> None:
-    device: Device | None = gpu.open_device("null")
-    assert isinstance(device, NullDevice)
+    device: Device = NullDevice()
     assert device.info.api == "null"
     device.close()
+
+
+def test_nobody_gets_it_by_name() -> None:
+    """It computes nothing: what a model says on it is no answer."""
+    with pytest.raises(DeviceError, match="no device is called 'null'"):
+        gpu.open_device("null")
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        ("", "is empty"),
+        ("  ", "is empty"),
+        ("cpu", "the CPU runs the reference itself"),
+        ("vulkan:\N{SUPERSCRIPT TWO}", "is no index"),
+        ("vulkan:" + "1" * 5000, "is no index"),
+    ],
+)
+def test_selectors_that_name_nothing(selector: str, message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        gpu.choose_device(selector)
 
 
 def test_it_is_never_lost_and_says_nothing() -> None:

@@ -153,3 +153,29 @@ def test_the_line_reaches_stderr_by_itself() -> None:
     code = "import xinfer.llm; xinfer.llm._log.warning('said')"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (run.stdout, run.stderr) == ("", "said\n")
+
+
+@pytest.mark.parametrize("content", [b"my notes\n", b"", b"[1, 2]", b'{"a": 1}'])
+def test_a_file_that_never_was_a_quarantine_is_left_as_it_is(
+    tmp_path: Path, content: bytes, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XINFER_QUARANTINE may name anything."""
+    path = tmp_path / "notes.txt"
+    path.write_bytes(content)
+    monkeypatch.setenv("XINFER_QUARANTINE", str(path))
+    named = Quarantine(warn=said.append)
+    assert named.entries() == []
+    assert "left as it is" in said[0]
+    with pytest.raises(DeviceError, match="holds no quarantine"):
+        named.add(INFO, "add.plain", "wrong")
+    assert path.read_bytes() == content
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_what_is_no_file_is_not_read(tmp_path: Path, said: list[str]) -> None:
+    """Reading a pipe would wait for ever."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    assert Quarantine(path, warn=said.append).entries() == []
+    assert "is no file" in said[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ def logits(
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .npy, float32, tokens x vocabulary.")],
     model: options.Model = "demo",
     device: options.Device = "auto",
+    kv_cache: options.KVCache = "f16",
 ) -> None:
     """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer."""
     import numpy as np
@@ -34,7 +35,8 @@ def logits(
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
     if not out.parent.is_dir() or out.is_dir():
         raise RequestError(f"--out {out} is a folder, or lies in none; expected a file name in a folder that exists")
-    with progress_bars() as progress, load_model(resolve(model), device=device, progress=progress) as loaded:
+    given: dict[str, Any] = {"device": device, "kv_cache": kv_cache}
+    with progress_bars() as progress, load_model(resolve(model), **given, progress=progress) as loaded:
         warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
         limit = loaded.model.config.max_context
         if len(ids) > limit:
@@ -46,7 +48,7 @@ def logits(
                 f"the logits after token {int(bad.argmax())} are not finite (NaN or infinity); the weights of {model} "
                 "are damaged, or too large for this device"
             )
-        device_name = loaded.device_name
+        source = loaded.device_name if loaded.device is None else f"{loaded.device_name}, KV cache in {kv_cache}"
     partial = out.parent / f".xinfer-{os.getpid()}.partial"
     try:
         with partial.open("wb") as file:
@@ -56,4 +58,4 @@ def logits(
         raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         partial.unlink(missing_ok=True)
-    say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {device_name}")
+    say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {source}")

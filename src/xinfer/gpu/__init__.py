@@ -1,7 +1,6 @@
 """GPUs: buffers, kernels and recordings, behind one interface for every graphics API.
 
-`open_device` takes a selector: "vulkan", "vulkan:1", "d3d12", "null", part of an adapter's name, or
-"auto".
+`open_device` takes a selector: "vulkan", "vulkan:1", "d3d12", part of an adapter's name, or "auto".
 """
 
 from __future__ import annotations
@@ -9,10 +8,11 @@ from __future__ import annotations
 from types import ModuleType
 
 from xinfer.errors import DeviceError
-from xinfer.gpu import api, d3d12, null, vulkan
+from xinfer.gpu import api, d3d12, vulkan
 
 # By name, in the order in which "auto" and names of adapters look at them.
 BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan, "d3d12": d3d12}
+INDEX_DIGITS = 6  # more than any machine has adapters
 BY_PREFERENCE: tuple[api.DeviceKind, ...] = ("discrete", "integrated", "virtual", "other")
 
 
@@ -42,6 +42,10 @@ def choose_device(selector: str) -> api.DeviceInfo | None:
     name, _, number = wanted.partition(":")
     if name in BACKENDS:
         return _choose_from(name, number)
+    if not wanted:
+        raise DeviceError("the name of the device is empty; expected auto, cpu, vulkan or part of an adapter's name")
+    if wanted == "cpu":
+        raise DeviceError("the CPU runs the reference itself: there is nothing to hold against it; name a GPU")
     devices = list_devices()
     if wanted == "auto":
         return automatic(devices)
@@ -70,8 +74,6 @@ def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -
 
     Raises DeviceError where there is no such adapter, or it cannot be opened.
     """
-    if selector.strip().lower() == "null":
-        return null.NullDevice()
     info = choose_device(selector)
     if info is None:
         return None
@@ -85,7 +87,7 @@ def _choose_from(name: str, number: str) -> api.DeviceInfo:
     except DeviceError as error:
         reasons = "; ".join(BACKENDS[name].diagnose())
         raise DeviceError(f"{name} is not to be had: {reasons or error}") from error
-    if number and not number.isdigit():
+    if number and not (number.isascii() and number.isdigit() and len(number) < INDEX_DIGITS):
         raise DeviceError(f"{number!r} is no index; a device is selected as {name}, {name}:0, {name}:1, ...")
     if number:
         devices = [device for device in devices if device.index == int(number)]

@@ -44,11 +44,13 @@ def write(path: Path | None, magic: bytes, data: bytes) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(magic + hashlib.sha256(data).digest() + data)
-        try:
-            Path(file.name).replace(path)
-        except OSError:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+            partial = Path(file.name)
+            try:
+                file.write(magic + hashlib.sha256(data).digest() + data)
+                file.close()
+                partial.replace(path)
+            except OSError:
+                partial.unlink(missing_ok=True)
+                raise
     except OSError:
         return

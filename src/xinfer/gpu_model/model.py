@@ -13,7 +13,8 @@ from typing import Literal, NoReturn, Self, get_args
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xinfer.errors import NumericalError
+from xinfer import ops
+from xinfer.errors import DeviceError, NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
@@ -30,6 +31,7 @@ KVType = Literal["f16", "f32"]
 KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 
 FIRST_CHUNK = 8  # rows of the first chunk, which is timed
+FIRST_WHOLE_CHUNK = 32  # of a sequence of which all logits are wanted
 CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Windows) to 10 s (Linux)
 
 
@@ -100,6 +102,11 @@ class QwenModel:
             DeviceError: the quarantine leaves no variant of an op.
         """
         config, layout = weights.config, WeightsLayout(weights)
+        if config.head_dim > ops.HEAD_DIM_MAX:
+            raise DeviceError(
+                f"the model has heads of {config.head_dim} dimensions; kernels take {ops.HEAD_DIM_MAX} at most: use "
+                "device='cpu'"
+            )
         most = context or config.max_context
         rows = max_rows(device.info, config, most)
         plan = MemoryPlan(config=config, layout=layout, shape=cache_shape(config, kv_dtype), rows=rows)
@@ -341,17 +348,22 @@ class QwenModel:
         """The slow way to every logit, (T, vocab): nothing of it is kept recorded but the layers."""
         steps, vocab = self._steps, self.config.vocab_size
         logits = np.empty((len(ids), vocab), np.float32)
-        for begin in range(0, len(ids), steps.max_rows):
-            chunk = ids[begin : begin + steps.max_rows]
+        begin, self._chunk_limit = 0, steps.max_rows
+        self._chunk = max(self._chunk, FIRST_WHOLE_CHUNK)
+        while begin < len(ids):
+            chunk = ids[begin : begin + min(self._chunk, steps.max_rows)]
             rows = steps.bucket(len(chunk))
             recording = steps.prefill(rows, whole=True)
             steps.stage_chunk(chunk, cache, rows=rows)
+            started = time.perf_counter()
             steps.wait(steps.submit(recording))
+            self._adapt(rows, time.perf_counter() - started)
             found = logits[begin : begin + len(chunk)]
             steps.head(found)
             if not np.isfinite(found).all():
                 self.trace(chunk, cache)
             cache.append(chunk, rows=rows)
+            begin += len(chunk)
         return logits
 
     def _tapped(self, ids: list[int], cache: KVCache, *, last_only: bool, tap: Tap) -> Array:

@@ -25,12 +25,14 @@ from xinfer.ops._base import (
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
 from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
 from xinfer.ops._packed import PackedRows, can_pack, linear_packed, pack_rows, packed_bytes
+from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
 __all__ = [
     "BAD_TOKEN",
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
+    "HEAD_DIM_MAX",
     "STATE_BYTES",
     "UNUSED_POSITION",
     "AttentionPlan",

@@ -221,6 +221,7 @@ def longest_prompt(oracle: Oracle, model: QwenModel) -> int:
 
 def plan_cases(max_context: int, n_steps: int, *, longest: int = max(LENGTHS)) -> list[Case]:
     """Prompts of `LENGTHS`, as far as the context holds them, and decode steps behind a short and the longest one."""
+    n_steps = min(n_steps, max_context - 1)
     room = max(1, min(max_context - n_steps - 1, longest))
     lengths = sorted({min(length, room) for length in LENGTHS})
     cases = []
