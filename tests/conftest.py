@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +12,22 @@ import pytest
 from xinfer.model.synthetic import PRESETS, SyntheticSpec, write_checkpoint
 
 CheckpointFactory = Callable[..., Path]
+_NUMBERS = itertools.count()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_quarantine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _quarantines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What the user's own `xinfer doctor` found is no part of a test."""
+    folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XINFER_QUARANTINE", str(tmp_path_factory.mktemp("state") / "quarantine.json"))
-        yield
+        patch.setenv("XINFER_QUARANTINE", str(folder / "quarantine.json"))
+        yield folder
+
+
+@pytest.fixture(autouse=True)
+def _own_quarantine(_quarantines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what another test put in quarantine."""
+    monkeypatch.setenv("XINFER_QUARANTINE", str(_quarantines / f"{next(_NUMBERS)}.json"))
 
 
 @pytest.fixture(scope="session")
