@@ -34,6 +34,8 @@ def objects_of(device: Device) -> Counter[str]:
     """Native objects alive, but for what Direct3D 12 makes when first needed: the kernel that fills, and for each chunk
     of staging a buffer, an allocator and a list.
     """
+    device.flush_uploads()
+    device.create_buffer(16).release()  # with it goes what was released while it was in use
     objects = Counter(device.live_objects())
     chunks = objects.pop("ID3D12CommandAllocator", 0)
     for kind in ("ID3D12GraphicsCommandList", "ID3D12PipelineState", "ID3D12RootSignature"):
