@@ -63,8 +63,7 @@ def chat(
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
-    budget = options.byte_count(vram_budget)
-    with load(model, device, context, kv_cache, vram_budget=budget, quiet=quiet, canary=canary) as llm:
+    with load(model, device, context, kv_cache, vram_budget=vram_budget, quiet=quiet, canary=canary) as llm:
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:
             talk.converse()

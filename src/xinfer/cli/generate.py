@@ -56,6 +56,5 @@ def generate(
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
     values = options.sampling_values(ctx)
-    budget = options.byte_count(vram_budget)
-    with load(model, device, context, kv_cache, vram_budget=budget, quiet=quiet, canary=canary) as llm:
+    with load(model, device, context, kv_cache, vram_budget=vram_budget, quiet=quiet, canary=canary) as llm:
         print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

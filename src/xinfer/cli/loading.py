@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xinfer.cli.options import byte_count
 from xinfer.cli.output import say
 from xinfer.errors import RequestError
 
@@ -29,7 +30,7 @@ def load(
     context: int | None,
     kv_cache: str = "f16",
     *,
-    vram_budget: int | None = None,
+    vram_budget: str | None = None,
     quiet: bool = False,
     canary: bool = False,
 ) -> Iterator[LLM]:
@@ -37,7 +38,7 @@ def load(
     from xinfer.llm import LLM
 
     options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache, "canary": canary}
-    options["vram_budget"] = vram_budget
+    options["vram_budget"] = byte_count(vram_budget)
     with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
         warn_of_software(device, llm.device, is_software=llm.is_software)
         if llm.streaming and not quiet:

@@ -92,9 +92,7 @@ class MemoryPlan:
         return max(0, free // a_block) * self.shape.block_tokens
 
 
-def choose_plan(
-    plan: MemoryPlan, device: Device, *, mode: Mode = "auto", context: int | None = None, host_bytes: int | None = None
-) -> MemoryPlan:
+def choose_plan(plan: MemoryPlan, device: Device, *, mode: Mode = "auto", context: int | None = None) -> MemoryPlan:
     """`plan` where everything fits into what the device has free, else one that streams as few layers as it must.
 
     Args:
@@ -102,7 +100,6 @@ def choose_plan(
         device: which is asked how much is free.
         mode: "resident" streams nothing, "streaming" at least one layer.
         context: tokens of one sequence that must fit; None asks for a small cache.
-        host_bytes: memory that the host may keep streamed layers in; None: most of what is available.
 
     Raises:
         OutOfMemoryError: not even that fits. It says what is missing, and which context would fit.
@@ -114,7 +111,7 @@ def choose_plan(
         raise _too_little(plan, device, context)
     smallest = plan
     for rows, n_slots in ((plan.rows, SLOTS), (SMALL_ROWS, SLOTS), (SMALL_ROWS, 1), (SMALLEST_ROWS, 1)):
-        smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status.free, context, host_bytes)
+        smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status.free, context)
         if smallest.needed(context) <= status.free:
             return smallest
     raise _too_little(smallest, device, context)
@@ -125,7 +122,7 @@ def spread(n_layers: int, n_streamed: int) -> tuple[int, ...]:
     return tuple(i * n_layers // n_streamed for i in range(n_streamed))
 
 
-def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None, host_bytes: int | None) -> MemoryPlan:
+def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None) -> MemoryPlan:
     """As many layers as fit stay beside the slots; none where not even the slots fit."""
     n_layers, tied = plan.config.num_hidden_layers, plan.layout.head is None
     n_slots = min(n_slots, n_layers)
@@ -134,7 +131,7 @@ def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None, h
     room = max(0, free - bare.needed(context)) // plan.layout.slot_bytes
     streamed = spread(n_layers, max(n_slots, n_layers - room))
     host = sum(plan.layout.layers[i].size for i in streamed) + (plan.layout.table.size if on_host else 0)
-    pinned = host <= (host_bytes if host_bytes is not None else HOST_SHARE * available_memory())
+    pinned = host <= HOST_SHARE * available_memory()
     return replace(plan, split=replace(bare.split, streamed=streamed, pinned=pinned))
 
 

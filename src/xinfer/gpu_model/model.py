@@ -186,7 +186,9 @@ class QwenModel:
         with self._lock:
             for n, rows in lost.passes:
                 cache.reserve(cache.length + n)
-                self._run_chunk(lost.ids[begin : begin + n], cache, rows=rows)
+                chunk = lost.ids[begin : begin + n]
+                self._run_chunk(chunk, cache, rows=rows)
+                cache.append(chunk, rows=rows)
                 begin += n
 
     def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
@@ -300,22 +302,30 @@ class QwenModel:
         )
 
     def _extend(self, ids: list[int], cache: KVCache) -> None:
-        steps, begin = self._steps, 0
-        self._chunk_limit = steps.max_rows
+        for _ in self._chunks(ids, cache, whole=False):
+            pass
+
+    def _chunks(self, ids: list[int], cache: KVCache, *, whole: bool) -> Generator[tuple[int, list[int]]]:
+        """Run ids in chunks, each as large as the ones before let it be: (its begin, its ids) behind its run.
+
+        A chunk joins the cache when the next one is asked for.
+        """
+        begin, self._chunk_limit = 0, self._steps.max_rows
         while begin < len(ids):
-            chunk = ids[begin : begin + min(self._chunk, steps.max_rows)]
-            rows = steps.bucket(len(chunk))
-            self._adapt(rows, self._run_chunk(chunk, cache, rows=rows))
+            chunk = ids[begin : begin + min(self._chunk, self._steps.max_rows)]
+            rows = self._steps.bucket(len(chunk))
+            self._adapt(rows, self._run_chunk(chunk, cache, rows=rows, whole=whole))
+            yield begin, chunk
+            cache.append(chunk, rows=rows)
             begin += len(chunk)
 
-    def _run_chunk(self, chunk: list[int], cache: KVCache, *, rows: int) -> float:
-        """Append a chunk, padded to `rows`; the seconds that the device took."""
+    def _run_chunk(self, chunk: list[int], cache: KVCache, *, rows: int, whole: bool = False) -> float:
+        """Run a chunk, padded to `rows`, behind the cache; the seconds that the device took."""
         steps = self._steps
-        recording = steps.prefill(rows, whole=False)
+        recording = steps.prefill(rows, whole=whole)
         steps.stage_chunk(chunk, cache, rows=rows)
         started = time.perf_counter()
         steps.wait(steps.submit(recording))
-        cache.append(chunk, rows=rows)
         return time.perf_counter() - started
 
     def _adapt(self, rows: int, seconds: float) -> None:
@@ -346,24 +356,13 @@ class QwenModel:
 
     def _all_logits(self, ids: list[int], cache: KVCache) -> Array:
         """The slow way to every logit, (T, vocab): nothing of it is kept recorded but the layers."""
-        steps, vocab = self._steps, self.config.vocab_size
-        logits = np.empty((len(ids), vocab), np.float32)
-        begin, self._chunk_limit = 0, steps.max_rows
+        logits = np.empty((len(ids), self.config.vocab_size), np.float32)
         self._chunk = max(self._chunk, FIRST_WHOLE_CHUNK)
-        while begin < len(ids):
-            chunk = ids[begin : begin + min(self._chunk, steps.max_rows)]
-            rows = steps.bucket(len(chunk))
-            recording = steps.prefill(rows, whole=True)
-            steps.stage_chunk(chunk, cache, rows=rows)
-            started = time.perf_counter()
-            steps.wait(steps.submit(recording))
-            self._adapt(rows, time.perf_counter() - started)
+        for begin, chunk in self._chunks(ids, cache, whole=True):
             found = logits[begin : begin + len(chunk)]
-            steps.head(found)
+            self._steps.head(found)
             if not np.isfinite(found).all():
                 self.trace(chunk, cache)
-            cache.append(chunk, rows=rows)
-            begin += len(chunk)
         return logits
 
     def _tapped(self, ids: list[int], cache: KVCache, *, last_only: bool, tap: Tap) -> Array:

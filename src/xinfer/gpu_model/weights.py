@@ -115,7 +115,7 @@ class WeightsLayout:
     def nbytes(self, split: Split = RESIDENT) -> int:
         """Bytes of all allocations on the device."""
         rest = ([] if split.table_on_host else [self.table]) + ([] if self.head is None else [self.head])
-        kept = [layout for i, layout in enumerate(self.layers) if i not in set(split.streamed)]
+        kept = [layout for i, layout in enumerate(self.layers) if i not in split.streamed]
         return sum(layout.size for layout in (*kept, *rest)) + split.n_slots * self.slot_bytes
 
     @property

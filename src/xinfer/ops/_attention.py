@@ -110,16 +110,7 @@ def attention(
     expect(not plan.turns, f"{label}: {plan.variant.id} turns q and k itself: turn_attention")
     constants = _constants(plan, q, cache, out, window=window, label=label)
     partial = _scratch(plan, scratch, out, label)
-    buffers = {
-        "q": q.place,
-        "k_cache": cache.k,
-        "v_cache": cache.v,
-        "block_table": cache.table,
-        "state": state,
-        "result": out.place,
-    }
-    n_heads = q.width // cache.head_dim
-    grid = plan.grid(n_heads=n_heads, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
+    buffers, grid = _buffers(state, q, cache, out), _grid(plan, q, cache)
     if is_tiled(plan.variant):
         on.dispatch(plan.variant, buffers | {"scratch": partial}, constants, grid, label)
         return
@@ -129,7 +120,7 @@ def attention(
         on.recording.barrier()
         combine = on.choose(["attention.combine"], None)
         bound = {"partial": partial, "result": out.place}
-        on.dispatch(combine, bound, constants, (n_heads, q.n, 1), f"{label}.combine")
+        on.dispatch(combine, bound, constants, (q.width // cache.head_dim, q.n, 1), f"{label}.combine")
 
 
 def turn_attention(
@@ -159,18 +150,24 @@ def turn_attention(
     expect(one, f"{label}: q, k and v must lie in the same rows")
     constants = _constants(plan, q, cache, out, window=window, label=label)
     constants |= {"k_offset": k.offset, "v_offset": v.offset}
-    buffers = {
+    buffers = _buffers(state, q, cache, out) | {"scratch": _scratch(plan, scratch, out, label), "table": table}
+    grid = _grid(plan, q, cache)
+    on.dispatch(plan.variant, buffers, constants, grid, label)
+
+
+def _buffers(state: Bindable, q: Rows, cache: CacheBlocks, out: Rows) -> dict[str, Bindable]:
+    return {
         "q": q.place,
         "k_cache": cache.k,
         "v_cache": cache.v,
         "block_table": cache.table,
         "state": state,
         "result": out.place,
-        "scratch": _scratch(plan, scratch, out, label),
-        "table": table,
     }
-    grid = plan.grid(n_heads=q.width // cache.head_dim, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
-    on.dispatch(plan.variant, buffers, constants, grid, label)
+
+
+def _grid(plan: AttentionPlan, q: Rows, cache: CacheBlocks) -> Groups:
+    return plan.grid(n_heads=q.width // cache.head_dim, n_kv_heads=cache.n_kv_heads, n_rows=q.n)
 
 
 def _constants(
