@@ -12,8 +12,9 @@ from tests.gpu.conftest import BACKENDS, VALIDATION, no_messages
 from tests.gpu.long_work import start_long_work
 
 from xinfer.errors import DeviceError
+from xinfer.gpu import _staging as staging
 from xinfer.gpu._d3d12 import transfer as d3d12_transfer
-from xinfer.gpu._vk import transfer
+from xinfer.gpu._vk import transfer as vulkan_transfer
 from xinfer.gpu.api import Bindable, BufferSlice, Device
 from xinfer.gpu.d3d12 import D3D12Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
@@ -64,17 +65,19 @@ def path_device(shared_path_device: PathDevice) -> Iterator[PathDevice]:
     no_messages(device)
     device.collect()
     grown = {kind: n - before.get(kind, 0) for kind, n in device.live_objects().items() if n > before.get(kind, 0)}
-    staging = STAGING["Vk" if isinstance(device, VulkanDevice) else "ID"]
-    assert grown.keys() <= KEPT | staging
-    counts = {grown.get(kind, 0) for kind in staging}
+    kinds = STAGING["Vk" if isinstance(device, VulkanDevice) else "ID"]
+    assert grown.keys() <= KEPT | kinds
+    counts = {grown.get(kind, 0) for kind in kinds}
     assert len(counts) == 1
-    assert counts.pop() <= transfer.CHUNKS + 1
+    assert counts.pop() <= staging.CHUNKS + 1
 
 
 def test_both_backends_stage_alike() -> None:
     """So that the sizes which the tests take are at the borders of each."""
-    names = ("CHUNK", "CHUNKS", "SMALL")
-    assert [getattr(transfer, n) for n in names] == [getattr(d3d12_transfer, n) for n in names]
+    for module in (vulkan_transfer, d3d12_transfer):
+        assert module.__dict__["CHUNK"] == staging.CHUNK
+        assert module.Transfers.__base__ is staging.Staging
+        assert not {"upload", "upload_from", "transfer", "kick", "_take"} & vars(module.Transfers).keys()
 
 
 def words(count: int, seed: int = SEED) -> NDArray[np.uint32]:
@@ -122,7 +125,7 @@ def test_constants_as_bytes_and_slices_as_buffers(path_device: PathDevice) -> No
         item.release()
 
 
-@pytest.mark.parametrize("size", [4, transfer.SMALL, transfer.SMALL + 4, transfer.CHUNK, 5 * transfer.CHUNK + 12])
+@pytest.mark.parametrize("size", [4, staging.SMALL, staging.SMALL + 4, staging.CHUNK, 5 * staging.CHUNK + 12])
 def test_what_is_uploaded_comes_back(path_device: PathDevice, size: int) -> None:
     buffer = path_device.create_buffer(size + 64, label="target")
     path_device.upload(buffer, bytes([0xA5]) * (size + 64))
@@ -135,7 +138,7 @@ def test_what_is_uploaded_comes_back(path_device: PathDevice, size: int) -> None
 
 
 def test_upload_from_fills_front_to_back(path_device: PathDevice) -> None:
-    size = 3 * transfer.CHUNK + 20
+    size = 3 * staging.CHUNK + 20
     data = words(size // 4).tobytes()
     buffer = path_device.create_buffer(size)
     pieces: list[int] = []
@@ -153,12 +156,12 @@ def test_upload_from_fills_front_to_back(path_device: PathDevice) -> None:
 
 
 def test_a_fill_that_fails_leaves_the_device_usable(path_device: PathDevice) -> None:
-    buffer = path_device.create_buffer(transfer.CHUNK + 4)
+    buffer = path_device.create_buffer(staging.CHUNK + 4)
 
     def fill(piece: memoryview) -> None:
         raise OSError("the disk is gone")
 
-    for _ in range(2 * transfer.CHUNKS):
+    for _ in range(2 * staging.CHUNKS):
         with pytest.raises(OSError, match="the disk is gone"):
             path_device.upload_from(buffer, fill)
     data = words(buffer.size // 4).tobytes()
@@ -178,7 +181,7 @@ def test_a_view_is_dead_after_its_fill(path_device: PathDevice) -> None:
 
 def test_uploads_come_in_the_order_of_the_calls(path_device: PathDevice) -> None:
     """Small ones share a chunk, large ones have their own: the last writer of each byte wins all the same."""
-    size = 2 * transfer.SMALL
+    size = 2 * staging.SMALL
     buffer, expected = path_device.create_buffer(size), bytearray(size)
     generator = np.random.default_rng(SEED)
     for value in range(1, 60):

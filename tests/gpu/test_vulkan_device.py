@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.gpu.test_device import PATHS, words
 
+from xinfer.gpu import _staging as staging
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._vk import transfer
 from xinfer.gpu._vk.core import Handle
 from xinfer.gpu._vk.queue import Queue, TimelineQueue
 from xinfer.gpu.vulkan import VulkanDevice
@@ -22,7 +22,7 @@ def test_two_clocks_wait_for_each_other_only_where_they_must(
 ) -> None:
     """Streaming depends on it: an upload into one buffer runs beside work on another."""
     device = open_vulkan(PATHS["two clocks"])
-    a, b = device.create_buffer(transfer.SMALL + 4, label="a"), device.create_buffer(transfer.SMALL + 4, label="b")
+    a, b = device.create_buffer(staging.SMALL + 4, label="a"), device.create_buffer(staging.SMALL + 4, label="b")
     recordings = []
     for buffer in (a, b):
         recordings.append(device.create_recording(buffer.label))
@@ -65,7 +65,7 @@ def test_a_transfer_queue_knows_no_compute(open_vulkan: OpenVulkan, monkeypatch:
         original(*arguments)
 
     monkeypatch.setattr(device.core.vk, "vkCmdPipelineBarrier", watch)
-    buffer = device.create_buffer(transfer.SMALL + 4)
+    buffer = device.create_buffer(staging.SMALL + 4)
     device.upload(buffer, bytes(buffer.size))
     device.upload(buffer[:4], b"1234")
     device.flush_uploads()
