@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from xinfer.errors import DeviceHungError, Loss
 from xinfer.gpu._checks import check_transfer
-from xinfer.gpu.api import BufferSlice, Bytes
+from xinfer.gpu.api import Bindable, BufferSlice, Bytes, MemoryStatus, Ticket
 from xinfer.gpu.native import copy_bytes
 
 CHUNK = 16 << 20
@@ -228,3 +228,58 @@ def _pieces(part: BufferSlice) -> Iterator[BufferSlice]:
 def _ensure_alive(part: BufferSlice) -> None:
     buffer: Any = part.buffer
     buffer.ensure_alive()
+
+
+class StagingDevice:
+    """What a device of every graphics API does by its staging and its allocator; see `api.Device`."""
+
+    core: Any  # the backend's own, all four
+    allocator: Any
+    _transfers: Any
+    _queue: Any
+
+    def _slice(self, item: Bindable) -> BufferSlice:
+        """A whole buffer as a slice; a slice as it is. Raises TypeError for another backend's."""
+        raise NotImplementedError
+
+    def poll(self, ticket: Ticket) -> bool:
+        """Whether `ticket` has ended."""
+        self.core.ensure_usable()
+        ended: bool = self._queue.completed() >= ticket.value
+        return ended
+
+    def upload(self, target: Bindable, data: Bytes) -> None:
+        """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
+        self.core.ensure_usable()
+        self._transfers.upload(self._slice(target), data)
+
+    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
+        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
+        self.core.ensure_usable()
+        self._transfers.upload_from(self._slice(target), fill)
+
+    def transfer(self, source: Bindable, target: Bindable) -> None:
+        """Copy from an upload buffer into device memory, in order as an upload."""
+        self.core.ensure_usable()
+        self._transfers.transfer(self._slice(source), self._slice(target))
+
+    def flush_uploads(self, timeout_s: float = 60.0) -> None:
+        """Block until every upload has arrived."""
+        self.core.ensure_usable()
+        self._transfers.flush(timeout_s)
+
+    def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
+        """Read device memory after everything submitted before."""
+        self.core.ensure_usable()
+        read: bytes = self._transfers.download(self._slice(source), timeout_s)
+        return read
+
+    def memory(self) -> MemoryStatus:
+        """How full the device memory is."""
+        self.core.ensure_usable()
+        status: MemoryStatus = self.allocator.status()
+        return status
+
+    def limit_memory(self, n_bytes: int | None) -> None:
+        """Let device buffers take so much at most."""
+        self.allocator.meter.limit = n_bytes

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -23,17 +23,17 @@ from xinfer.gpu._d3d12.queue import Queue
 from xinfer.gpu._d3d12.recording import FILL_GROUPS_X, FILL_LANES, D3D12Recording
 from xinfer.gpu._d3d12.runtime import Runtime, load_runtime
 from xinfer.gpu._d3d12.transfer import Transfers
+from xinfer.gpu._staging import StagingDevice
 from xinfer.gpu._trail import HUNG, MARKER
 from xinfer.gpu.api import (
     Bindable,
     BufferKind,
-    Bytes,
+    BufferSlice,
     DebugMessage,
     Device,
     DeviceInfo,
     HlslSource,
     KernelCode,
-    MemoryStatus,
     Recording,
     RemovedReason,
     Ticket,
@@ -93,8 +93,12 @@ def diagnose() -> list[str]:
     return [f"Direct3D 12 shows no GPU, only software ({names}): install the graphics card's driver"]
 
 
-class D3D12Device(BufferOwner):
+class D3D12Device(BufferOwner, StagingDevice):
     """See `api.Device`."""
+
+    core: Core
+    _queue: Queue
+    _transfers: Transfers
 
     def __init__(
         self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, runtime: Runtime | None = None
@@ -174,35 +178,8 @@ class D3D12Device(BufferOwner):
             self.core.loss(repr(ticket.label), HUNG),
         )
 
-    def poll(self, ticket: Ticket) -> bool:
-        """Whether `ticket` has ended."""
-        self.core.ensure_usable()
-        return self._queue.completed() >= ticket.value
-
-    def upload(self, target: Bindable, data: Bytes) -> None:
-        """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
-        self.core.ensure_usable()
-        self._transfers.upload(as_slice(target), data)
-
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
-        self.core.ensure_usable()
-        self._transfers.upload_from(as_slice(target), fill)
-
-    def transfer(self, source: Bindable, target: Bindable) -> None:
-        """Copy from an upload buffer into device memory, in order as an upload."""
-        self.core.ensure_usable()
-        self._transfers.transfer(as_slice(source), as_slice(target))
-
-    def flush_uploads(self, timeout_s: float = 60.0) -> None:
-        """Block until every upload has arrived."""
-        self.core.ensure_usable()
-        self._transfers.flush(timeout_s)
-
-    def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
-        """Read device memory after everything submitted before."""
-        self.core.ensure_usable()
-        return self._transfers.download(as_slice(source), timeout_s)
+    def _slice(self, item: Bindable) -> BufferSlice:
+        return as_slice(item)
 
     def timestamps(self, recording: Recording) -> list[tuple[str, float]]:
         """(label, seconds since the recording's first timestamp) of the last run, which has been waited for."""
@@ -212,15 +189,6 @@ class D3D12Device(BufferOwner):
         ticks = recording.times()
         period = 1 / self._queue.frequency()
         return [(label, (tick - ticks[0][1]) * period) for label, tick in ticks]
-
-    def memory(self) -> MemoryStatus:
-        """How full the device memory is."""
-        self.core.ensure_usable()
-        return self.allocator.status()
-
-    def limit_memory(self, n_bytes: int | None) -> None:
-        """Let device buffers take so much at most."""
-        self.allocator.meter.limit = n_bytes
 
     def live_objects(self) -> dict[str, int]:
         """COM objects alive by type, those at zero left out: {} once everything is released."""

@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_void_p
 from types import TracebackType
 from typing import Self
@@ -16,6 +16,7 @@ from typing import Self
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError
 from xinfer.gpu import _checks, _probe, native
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._staging import StagingDevice
 from xinfer.gpu._trail import HUNG, MARKER
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily, list_adapters
 from xinfer.gpu._vk.cache import PipelineCache
@@ -30,12 +31,11 @@ from xinfer.gpu._vk.transfer import Transfers
 from xinfer.gpu.api import (
     Bindable,
     BufferKind,
-    Bytes,
+    BufferSlice,
     DebugMessage,
     Device,
     DeviceInfo,
     KernelCode,
-    MemoryStatus,
     Recording,
     RemovedReason,
     Ticket,
@@ -73,8 +73,12 @@ def open_device(index: int, *, debug: bool = False, mark_ops: bool = False) -> D
     return VulkanDevice(index, debug=debug, mark_ops=mark_ops)
 
 
-class VulkanDevice(BufferOwner):
+class VulkanDevice(BufferOwner, StagingDevice):
     """See `api.Device`."""
+
+    core: Core
+    _queue: Queue
+    _transfers: Transfers
 
     def __init__(
         self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, options: VulkanOptions | None = None
@@ -192,35 +196,8 @@ class VulkanDevice(BufferOwner):
         label = recording.queries.last_finished() if recording else None
         return f", the last that it finished was {label!r}" if label else ""
 
-    def poll(self, ticket: Ticket) -> bool:
-        """Whether `ticket` has ended."""
-        self.core.ensure_usable()
-        return self._queue.completed() >= ticket.value
-
-    def upload(self, target: Bindable, data: Bytes) -> None:
-        """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
-        self.core.ensure_usable()
-        self._transfers.upload(as_slice(target), data)
-
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
-        self.core.ensure_usable()
-        self._transfers.upload_from(as_slice(target), fill)
-
-    def transfer(self, source: Bindable, target: Bindable) -> None:
-        """Copy from an upload buffer into device memory, in order as an upload."""
-        self.core.ensure_usable()
-        self._transfers.transfer(as_slice(source), as_slice(target))
-
-    def flush_uploads(self, timeout_s: float = 60.0) -> None:
-        """Block until every upload has arrived."""
-        self.core.ensure_usable()
-        self._transfers.flush(timeout_s)
-
-    def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
-        """Read device memory after everything submitted before."""
-        self.core.ensure_usable()
-        return self._transfers.download(as_slice(source), timeout_s)
+    def _slice(self, item: Bindable) -> BufferSlice:
+        return as_slice(item)
 
     def timestamps(self, recording: Recording) -> list[tuple[str, float]]:
         """(label, seconds since the recording's first timestamp) of the last run, which has been waited for."""
@@ -230,15 +207,6 @@ class VulkanDevice(BufferOwner):
         ticks = recording.queries.read()
         period = self.core.adapter.limits.timestampPeriod * 1e-9
         return [(label, (tick - ticks[0][1]) * period) for label, tick in ticks]
-
-    def memory(self) -> MemoryStatus:
-        """How full the device memory is."""
-        self.core.ensure_usable()
-        return self.allocator.status()
-
-    def limit_memory(self, n_bytes: int | None) -> None:
-        """Let device buffers take so much at most."""
-        self.allocator.meter.limit = n_bytes
 
     def live_objects(self) -> dict[str, int]:
         """Native objects alive by type, those at zero left out: {} once everything is released."""

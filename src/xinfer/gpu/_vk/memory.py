@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from ctypes import byref, c_void_p, pointer
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._buffer import NativeBuffer
 from xinfer.gpu._checks import format_bytes
 from xinfer.gpu._meter import Meter
 from xinfer.gpu._vk.adapter import MemoryType
 from xinfer.gpu._vk.core import Core, Handle, u32
-from xinfer.gpu.api import BufferKind, BufferSlice, Bytes, MemoryStatus
+from xinfer.gpu.api import BufferKind, BufferSlice, MemoryStatus
 from xinfer.gpu.native import chain, memory_at
-
-if TYPE_CHECKING:
-    from xinfer.gpu._vk.recording import Segment
 
 LOCAL = vk.VK_MEMORY_PROPERTY_DEVICE_LOCAL_BIT
 VISIBLE = vk.VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT
@@ -133,18 +130,12 @@ class Allocator:
         )
 
 
-class VulkanBuffer:
+class VulkanBuffer(NativeBuffer):
     """A VkBuffer with memory of its own; see `api.Buffer`."""
 
     def __init__(self, owner: BufferOwner, size: int, kind: BufferKind, label: str) -> None:
+        super().__init__(size, kind, label)
         self.owner = owner
-        self.size = size
-        self.kind: BufferKind = kind
-        self.label = label
-        self._users: weakref.WeakSet[Segment] = weakref.WeakSet()
-        self._users_lock = threading.Lock()  # one thread may upload while another records
-        self.released = False
-        self.mapped: memoryview | None = None
         self.cached = False  # the host reads it at full speed
         core = owner.core
         info = vk.VkBufferCreateInfo(
@@ -168,68 +159,11 @@ class VulkanBuffer:
                 core.destroy(self.memory)
             raise
 
-    def __getitem__(self, span: slice) -> BufferSlice:
-        """`buffer[start:stop]`, in bytes."""
-        return BufferSlice(self, 0, self.size)[span]
-
-    def users(self) -> list[Segment]:
-        """The recorded segments that touch it."""
-        with self._users_lock:
-            return list(self._users)
-
-    def add_user(self, segment: Segment) -> None:
-        """A segment touches it from now on."""
-        with self._users_lock:
-            self._users.add(segment)
-
-    def drop_user(self, segment: Segment) -> None:
-        """A segment was released."""
-        with self._users_lock:
-            self._users.discard(segment)
-
     @property
-    def native(self) -> int:
-        """The VkBuffer. Raises DeviceError after release."""
-        self.ensure_alive()
+    def _native(self) -> int | None:
         return self.handle.value
 
-    def ensure_alive(self) -> None:
-        """Raise DeviceError after release."""
-        if self.released or not self.handle.value:
-            raise DeviceError(f"buffer {self.label!r} is released; it cannot be used any more")
-
-    def view(self, offset: int, size: int) -> memoryview:
-        """The mapped bytes themselves. Whoever asks gives the view back before the buffer goes."""
-        if self.released or self.mapped is None:
-            state = "released" if self.released else "device memory, reached by upload and download"
-            raise DeviceError(f"buffer {self.label!r} is {state}: the host cannot touch it")
-        if offset < 0 or size < 0 or offset + size > self.size:
-            raise ValueError(f"bytes {offset} to {offset + size} do not lie within {self.label!r} of {self.size} bytes")
-        return self.mapped[offset : offset + size]
-
-    def write(self, data: Bytes, offset: int = 0) -> None:
-        """Write into a mapped buffer; the work submitted afterwards sees it."""
-        self._require_mapped_kind("write")
-        source = memoryview(data).cast("B")
-        with self.view(offset, len(source)) as target:
-            target[:] = source
-
-    def read(self, offset: int = 0, size: int | None = None) -> bytes:
-        """Read a mapped buffer; it holds what the work that has been waited for wrote."""
-        self._require_mapped_kind("read")
-        with self.view(offset, self.size - offset if size is None else size) as source:
-            return bytes(source)
-
-    def release(self) -> None:
-        """Give the memory back, after the work in flight that uses it; may be called twice."""
-        if self.released:
-            return
-        self.released = True
-        for segment in self.users():
-            segment.break_off(f"it uses buffer {self.label!r}, which is released")
-        if self.mapped is not None:
-            self.mapped.release()
-            self.mapped = None
+    def _retire(self) -> None:
         assert self.memory
         self.owner.retire(self.handle, self.memory)
 
@@ -245,10 +179,6 @@ class VulkanBuffer:
         assert address.value
         self.mapped = memory_at(address.value, self.size)
         self.cached = bool(memory_type.flags & CACHED)
-
-    def _require_mapped_kind(self, verb: str) -> None:
-        if self.kind == "device":
-            raise DeviceError(f"cannot {verb} device buffer {self.label!r} in place: use Device.upload and download")
 
 
 class BufferOwner:
