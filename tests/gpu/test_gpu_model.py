@@ -19,11 +19,11 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
 from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
-from xinfer.gpu_model import QwenModel, memory
+from xinfer.gpu_model import QwenModel, loading, memory
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.greedy import STEPS_AHEAD
+from xinfer.gpu_model.layout import WeightsLayout
 from xinfer.gpu_model.steps import READ, STEP
-from xinfer.gpu_model.weights import WeightsLayout
 from xinfer.model.names import global_tensor_name, layer_tensor_name
 from xinfer.model.reference import ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
@@ -105,7 +105,8 @@ def test_every_weight_lies_where_the_layout_says(
     device: Device, checkpoint: CheckpointFactory, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit; rows are padded with zeros. Small pieces, so that tensors are read in parts."""
-    monkeypatch.setattr("xinfer.gpu_model.weights.CONVERT_BYTES", 1000)
+    for name, size in (("PIECE", 4000), ("READ", 1000), ("SMALL", 500)):
+        monkeypatch.setattr(loading, name, size)
     with ModelWeights.open(checkpoint(case)) as weights:
         layout = WeightsLayout(weights)
         with QwenModel.load(weights, device) as model:

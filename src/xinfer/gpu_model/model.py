@@ -18,9 +18,11 @@ from xinfer.errors import DeviceError, NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
+from xinfer.gpu_model.layout import Split, WeightsLayout
+from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan, Mode, cache_shape, choose_plan, max_rows
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
-from xinfer.gpu_model.weights import DeviceWeights, Progress, Split, WeightsLayout
+from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.tokens import checked_ids
