@@ -17,14 +17,27 @@ from xinfer.cli.writing import check_target, write_file
 def doctor(
     *,
     device: Annotated[
-        str | None, typer.Option(help="One adapter: vulkan:1, or part of its name. [default: every GPU]")
+        str | None,
+        typer.Option(metavar="DEVICE", help="One adapter: vulkan:1, or part of its name.", show_default="every GPU"),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Longer contexts; whole shapes on software drivers too.")
+        bool, typer.Option("--deep", metavar="", help="Longer contexts; whole shapes on software drivers too.")
     ] = False,
-    only: Annotated[str | None, typer.Option(help="Kernel variants by pattern, such as 'linear_gemv.*'.")] = None,
-    time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds for each kernel's process.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write one JSON file to attach to a bug report.")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Kernel variants by pattern, such as 'linear_gemv.*'.")
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="For each kernel's process.",
+            show_default="60; a software driver's 300; with --deep, five times that",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one JSON file to attach to a bug report.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find out which kernels this machine's drivers run right.

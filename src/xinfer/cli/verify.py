@@ -17,14 +17,25 @@ def verify(
     model: options.ModelArgument = "demo",
     *,
     device: options.Device = "auto",
-    tokens: Annotated[int, typer.Option(min=1, max=512, help="Decode steps behind each of two prompts.")] = 8,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=512, metavar="N", help="Decode steps behind each of two prompts.")
+    ] = 8,
     longest: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt. [default: 513; less where software would take minutes]")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Longest prompt, in tokens.",
+            show_default="513; less where a software driver would take minutes",
+        ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="A second device or API: the same there, and whose fault a difference is.")
+        str | None,
+        typer.Option(metavar="DEVICE", help="A second device or API: the same there, and whose fault a difference is."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report as one page, with a heat map.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as one page, with a heat map.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check every op of every layer on your device against the reference.
