@@ -78,11 +78,11 @@ def test_a_child_ends_when_its_parent_is_killed(script: Callable[[str], str], tm
     child = script(
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
         "from xinfer.doctor import isolated\n"
-        "isolated._end_with_parent()\n"
+        "isolated._end_with_parent(isolated.Path(job['answer']).parent)\n"
     )
     code = f"from xinfer.doctor import isolated\nisolated.run_isolated({child!r}, {{}}, timeout_s=60)\n"
     source = str(Path(isolated.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(tmp_path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(tmp_path)]), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     number = tmp_path / "pid"
     until(lambda: number.exists() and number.read_text() != "")
@@ -90,6 +90,7 @@ def test_a_child_ends_when_its_parent_is_killed(script: Callable[[str], str], tm
     parent.kill()
     parent.wait()
     until(lambda: not Path(f"/proc/{number.read_text()}").exists())
+    assert not list(tmp_path.glob("xinfer-doctor-*"))
 
 
 def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
@@ -299,6 +300,25 @@ def test_who_fails_beside_others_is_tried_alone_and_only_then_blamed(machine: Ma
     assert adapter["quarantined"] == ["rope.plain"]
     assert "ALONE      swiglu.plain: right; beside others: lost gone" in reporting.as_text(report)
     assert sorted(name for name in set(runs) if runs.count(name) == 2) == sorted(beside)
+
+
+def test_what_cannot_be_kept_is_reported_all_the_same(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    machine.ends = {"add.plain": Ended(outcome=WRONG, detail="off by 3")}
+    report = clinic.examine(only="*plain", quarantine=Quarantine(tmp_path / "file" / "quarantine.json"))
+    (adapter,) = report["adapters"]
+    assert len(adapter["variants"]) > 5
+    assert not report["right"]
+    text = reporting.as_text(report)
+    assert "WRONG      add.plain: off by 3" in text
+    assert "NOT KEPT   the quarantine file" in text
+
+
+def test_a_machine_without_any_adapter_is_not_right(machine: Machine) -> None:
+    machine.adapters = []
+    report = clinic.examine(quarantine=machine.quarantine)
+    assert not report["right"]
+    assert "there is no adapter to examine" in reporting.as_text(report)
 
 
 def test_a_fault_of_the_trial_is_told_and_blames_no_kernel(machine: Machine) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
@@ -19,7 +20,7 @@ from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
-from xinfer.cli.status import INTERNAL, INTERRUPTED
+from xinfer.cli.status import INTERNAL, INTERRUPTED, TERMINATED
 from xinfer.cli.synth import synth
 from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
@@ -174,9 +175,16 @@ def _configure_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _terminate(*_: object) -> NoReturn:
+    """End as Ctrl-C does: what was begun is given back, temporary files and child processes too."""
+    raise SystemExit(TERMINATED)
+
+
 def main() -> None:
     """The `xinfer` command."""
     _configure_streams()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # not where whoever runs us wants it to be ignored
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except OSError as error:  # writing the help to a full disk, say

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -122,15 +123,16 @@ def run_isolated(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended
 def read_job() -> dict[str, Any]:
     """In the child: the job. From then on it ends when its parent does, however that was ended."""
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_parent, args=(Path(job["answer"]).parent,), daemon=True).start()
     return job
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     # Nothing more comes: it ends when nobody holds the other end any more. Not through sys.stdin, whose lock an exiting
     # interpreter wants.
     with suppress(OSError):
         os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)  # which the parent has made for us, and cannot remove any more
     os._exit(ORPHANED)
 
 
