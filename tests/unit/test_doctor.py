@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from xinfer.cli import writing
 from xinfer.cli.app import app
 from xinfer.doctor import child, clinic, isolated
 from xinfer.doctor import report as reporting
@@ -101,7 +102,25 @@ def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_who_is_killed_from_outside_has_not_crashed(script: Callable[[str], str], name: str) -> None:
+    """By a machine that is short of memory, say: no kernel is to blame."""
+    ended = run_isolated(script(f"os.kill(os.getpid(), signal.{name})"), {}, timeout_s=30)
+    assert (ended.outcome, ended.detail.split()[0]) == (BROKEN, name)
+
+
+def test_an_answer_that_cannot_be_written_is_no_crash(script: Callable[[str], str]) -> None:
+    code = (
+        "from pathlib import Path\nfrom xinfer.doctor import child\n"
+        "child.write_answer(Path('/dev/full/answer.json'), {'outcome': 'right'})"
+    )
+    ended = run_isolated(script(code), {}, timeout_s=30)
+    assert ended.outcome == BROKEN
+    assert "Not a directory" in ended.detail
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
 def test_a_signal_is_named(script: Callable[[str], str], name: str) -> None:
     ended = run_isolated(script(f"os.kill(os.getpid(), signal.{name})"), {}, timeout_s=30)
     assert (ended.outcome, ended.detail) == (CRASHED, name)
@@ -145,6 +164,7 @@ class FakeDevice:
         (DeviceHungError("'trial' has not ended after 48.0 s"), HUNG, "has not ended"),
         (DeviceError("vkCreateComputePipelines: VK_ERROR_UNKNOWN"), REFUSED, "VK_ERROR_UNKNOWN"),
         (OutOfMemoryError("too little memory"), SKIPPED, "too little"),
+        (MemoryError(), SKIPPED, "too little"),
         (ValueError("shapes"), BROKEN, "ValueError: shapes"),
     ],
 )
@@ -395,3 +415,31 @@ def test_the_command_writes_one_file_and_ends_with_1(machine: Machine, tmp_path:
     done = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "no" / "report.json")])
     assert done.exit_code == 1
     assert "lies in none" in done.output
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: tuple[str, ...]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RequestError("the disk is full")
+
+    monkeypatch.setattr(writing, "write_file", fail)
+    command = ["doctor", "--only", "add.*", "--output", str(tmp_path / "report.json"), *as_json]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "error: the disk is full" in done.stderr
+    if as_json:
+        assert json.loads(done.stdout)["right"]
+    else:
+        assert "1 right" in done.stdout
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    done = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "report.json")])
+    assert done.exit_code == 1
+    assert "may not be written by this user" in done.stderr
+    assert machine.jobs == []

@@ -11,7 +11,7 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars
 from xinfer.cli.output import print_json, say
-from xinfer.cli.writing import check_target, write_file
+from xinfer.cli.writing import check_target, write_report
 
 
 def doctor(
@@ -60,11 +60,11 @@ def doctor(
         report = anonymous(
             examine(device=device, deep=deep, only=only, limit_s=time_limit, quarantine=quarantine, progress=progress)
         )
-    if output is not None:
-        write_file(output, json.dumps(report, indent=1) + "\n")
-        say(f"{output}: the report, without user, host or folders")
+    kept = output is None or write_report(
+        output, json.dumps(report, indent=1) + "\n", "the report, without user, host or folders"
+    )
     print_json(report) if as_json else typer.echo(as_text(report))
     if any(adapter["quarantined"] for adapter in report["adapters"]):
         say(f"the quarantine is kept in {quarantine.path}")
-    if not report["right"]:
+    if not (report["right"] and kept):
         raise typer.Exit(1)

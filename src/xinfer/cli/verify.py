@@ -10,7 +10,7 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars, resolve
 from xinfer.cli.output import print_json, say
-from xinfer.cli.writing import check_target, write_file
+from xinfer.cli.writing import check_target, write_report
 
 
 def verify(
@@ -56,9 +56,7 @@ def verify(
         report = run(
             resolve(model), device=device, against=against, n_steps=tokens, longest=longest, progress=progress, warn=say
         )
-    if html is not None:
-        write_file(html, as_page(report))
-        say(f"{html}: the report as a page")
+    kept = html is None or write_report(html, as_page(report), "the report as a page")
     print_json(report) if as_json else typer.echo(as_text(report))
-    if not report["right"]:
+    if not (report["right"] and kept):
         raise typer.Exit(1)
