@@ -104,7 +104,8 @@ class Steps:
         max_keys = min(self.pool.n_tokens, self.context)
         scratch_bytes, counter_bytes = self.attention_bytes(max_keys)
         with ExitStack() as made:
-            table = self._rope_table(max_keys)
+            # A canary fills a block of the cache, however short the context is.
+            table = self._rope_table(max(max_keys, ops.BLOCK_TOKENS))
             made.callback(table.release)
             scratch = self.device.create_buffer(scratch_bytes, "device", "attention splits")
             made.callback(scratch.release)
