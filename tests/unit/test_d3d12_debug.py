@@ -208,7 +208,7 @@ def test_a_fence_at_its_end_is_a_loss() -> None:
         CreateCommandQueue=lambda _desc, _iid, slot: give(slot, queue),
         GetDeviceRemovedReason=lambda: reason[0],
     )
-    clock = Queue(core_of(made))
+    clock = Queue(core_of(made), d3d.D3D12_COMMAND_LIST_TYPE_COMPUTE, "compute")
     clock.submit([])
     reason[0] = d3d.REMOVED["DXGI_ERROR_DEVICE_RESET"]
     with pytest.raises(DeviceLostError, match="GetCompletedValue failed: DXGI_ERROR_DEVICE_RESET"):

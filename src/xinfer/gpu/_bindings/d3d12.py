@@ -23,6 +23,7 @@ IIDS = {
     "ID3D12DeviceRemovedExtendedDataSettings": "82bc481c-6b9b-4030-aedb-7ee3d1df1e63",
     "ID3D12Fence": "0a753dcf-c4d8-4b91-adf6-be5a60d95a76",
     "ID3D12GraphicsCommandList": "5b160d0f-ac1b-4185-8ba8-b3ae42a5a455",
+    "ID3D12Heap": "6b3b2502-6e51-45b3-90ee-9884265e8df3",
     "ID3D12InfoQueue": "0742a90b-c387-483f-b946-30a7e4e61458",
     "ID3D12PipelineState": "765a30f3-f624-4c6f-a828-ace948622445",
     "ID3D12QueryHeap": "0d9658ae-ed45-469e-a61d-970ec583cab4",
@@ -45,6 +46,7 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
         **OBJECT,
         "ExecuteCommandLists": (10, 2),
         "Signal": (14, 2),
+        "Wait": (15, 2),
         "GetTimestampFrequency": (16, 1),
     },
     "ID3D12Debug": {**UNKNOWN, "EnableDebugLayer": (3, 0)},
@@ -58,6 +60,8 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
         "CheckFeatureSupport": (13, 3),
         "CreateRootSignature": (16, 5),
         "CreateCommittedResource": (27, 7),
+        "CreateHeap": (28, 3),
+        "CreatePlacedResource": (29, 7),
         "CreateFence": (36, 4),
         "GetDeviceRemovedReason": (37, 0),
         "CreateQueryHeap": (39, 3),
@@ -88,6 +92,7 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
         "ResolveQueryData": (54, 6),
         "SetMarker": (56, 3),
     },
+    "ID3D12Heap": OBJECT,
     "ID3D12InfoQueue": {
         **UNKNOWN,
         "SetMessageCountLimit": (3, 1),
@@ -142,6 +147,7 @@ D3D12_FEATURE_GPU_VIRTUAL_ADDRESS_SUPPORT = 6
 D3D12_FEATURE_D3D12_OPTIONS1 = 8
 D3D12_FEATURE_ARCHITECTURE1 = 16
 D3D12_COMMAND_LIST_TYPE_COMPUTE = 2
+D3D12_COMMAND_LIST_TYPE_COPY = 3
 D3D12_HEAP_TYPE_DEFAULT = 1
 D3D12_HEAP_TYPE_CUSTOM = 4
 D3D12_CPU_PAGE_PROPERTY_UNKNOWN = 0
@@ -150,6 +156,8 @@ D3D12_CPU_PAGE_PROPERTY_WRITE_BACK = 3
 D3D12_MEMORY_POOL_UNKNOWN = 0
 D3D12_MEMORY_POOL_L0 = 1
 D3D12_HEAP_FLAG_NONE = 0
+D3D12_HEAP_FLAG_ALLOW_ONLY_BUFFERS = 0xC0
+D3D12_DEFAULT_RESOURCE_PLACEMENT_ALIGNMENT = 65_536
 D3D12_RESOURCE_DIMENSION_BUFFER = 1
 D3D12_TEXTURE_LAYOUT_ROW_MAJOR = 1
 D3D12_RESOURCE_FLAG_ALLOW_UNORDERED_ACCESS = 0x4
@@ -198,6 +206,15 @@ class D3D12_HEAP_PROPERTIES(Structure):
         ("MemoryPoolPreference", c_int32),
         ("CreationNodeMask", c_uint32),
         ("VisibleNodeMask", c_uint32),
+    ]
+
+
+class D3D12_HEAP_DESC(Structure):
+    _fields_ = [
+        ("SizeInBytes", c_uint64),
+        ("Properties", D3D12_HEAP_PROPERTIES),
+        ("Alignment", c_uint64),
+        ("Flags", c_int32),
     ]
 
 

@@ -13,6 +13,7 @@ from xinfer.gpu._d3d12.com import failed, hresult_name
 from xinfer.gpu._d3d12.compiler import compile_hlsl, take_blob
 from xinfer.gpu._d3d12.core import Core, Handle
 from xinfer.gpu._d3d12.memory import BufferOwner
+from xinfer.gpu._kernel import NativeKernel
 from xinfer.gpu.api import KernelCode
 
 
@@ -58,20 +59,18 @@ class RootSignatures:
         return take_blob(self.core.runtime, data)
 
 
-class D3D12Kernel:
-    """A compute pipeline; see `api.Kernel`. Recordings keep the native pipeline alive past `release`."""
+class D3D12Kernel(NativeKernel):
+    """An ID3D12PipelineState."""
+
+    _handle: Handle
 
     def __init__(self, owner: BufferOwner, signatures: RootSignatures, code: KernelCode) -> None:
+        super().__init__(owner, code)
         core = owner.core
         _checks.check_kernel(code, core.adapter.info)
         if code.hlsl is None:
             raise DeviceError(f"kernel {code.id!r} is written for Vulkan only; use another variant")
-        self.code = code
-        self.owner = owner
         self.signature = signatures.get(code.n_buffers, code.n_constants)
-        self._uses = 1  # its own, and one for each recording that binds it
-        self._released = False
-        self._lock = threading.Lock()
         bytecode = create_string_buffer(compile_hlsl(core.runtime, code.hlsl, code.entry))
         desc = d3d.D3D12_COMPUTE_PIPELINE_STATE_DESC(
             pRootSignature=self.signature.address,
@@ -83,27 +82,3 @@ class D3D12Kernel:
     def pipeline(self) -> int:
         """The ID3D12PipelineState."""
         return self._handle.address
-
-    def ensure_alive(self) -> None:
-        """Raise DeviceError after release."""
-        if self._released:
-            raise DeviceError(f"kernel {self.code.id!r} is released; it cannot be recorded any more")
-
-    def release(self) -> None:
-        """Give it back; recordings made with it stay valid."""
-        if not self._released:
-            self._released = True
-            self.drop()
-
-    def retain(self) -> None:
-        """A recording uses it."""
-        with self._lock:
-            self._uses += 1
-
-    def drop(self) -> None:
-        """A use of it ended."""
-        with self._lock:
-            self._uses -= 1
-            last = self._uses == 0
-        if last:
-            self.owner.retire(self._handle)
