@@ -40,13 +40,18 @@ class Adapter:
         """What D3D12CreateDevice is told."""
         return self._dxgi.address if self._dxgi else None
 
-    def memory(self, ours: int) -> MemoryStatus:
-        """How full the device's own memory is, of which `ours` bytes are known to be used by this device."""
+    def memory(self, ours: int, *, unused: int = 0) -> MemoryStatus:
+        """How full the device's own memory is.
+
+        Args:
+            ours: bytes of this device's buffers.
+            unused: bytes that the driver counts as used and that new buffers may have.
+        """
         usage = d3d.DXGI_QUERY_VIDEO_MEMORY_INFO()
         group = d3d.DXGI_MEMORY_SEGMENT_GROUP_LOCAL
         if self._budgets is None or failed(self._budgets.call("QueryVideoMemoryInfo", 0, group, usage)):
             return MemoryStatus(budget=self.info.heap_bytes, used=ours, ours=ours)
-        return MemoryStatus(budget=usage.Budget, used=max(usage.CurrentUsage, ours), ours=ours)
+        return MemoryStatus(budget=usage.Budget, used=max(usage.CurrentUsage - unused, ours), ours=ours)
 
     def release(self) -> None:
         """Give DXGI's objects back; may be called twice."""

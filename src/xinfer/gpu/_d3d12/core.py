@@ -163,8 +163,8 @@ class Core:
                 return
             handle.call("Release")
             handle.slot.value = None
-            if handle.on_destroy:
-                handle.on_destroy()
+        if handle.on_destroy:
+            handle.on_destroy()  # not under the lock: it may destroy others
 
     def live_objects(self) -> dict[str, int]:
         """Objects alive, by type."""
