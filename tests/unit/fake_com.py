@@ -9,6 +9,7 @@ from typing import Any
 
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import NativeCaller, word
+from xinfer.gpu._d3d12.dxc import Dxc
 
 Function = Callable[..., int]
 
@@ -83,9 +84,10 @@ class FakeRuntime:
 
     name = "fake"
 
-    def __init__(self, functions: dict[str, Function], *, windows: bool = True) -> None:
+    def __init__(self, functions: dict[str, Function], *, windows: bool = True, dxc: Dxc | None = None) -> None:
         self.caller = NativeCaller()
         self.windows = windows
+        self.dxc = dxc
         self.functions = functions
 
     def call(self, function: str, *arguments: object) -> int:

@@ -187,6 +187,19 @@ def test_heaps_come_and_go_and_no_two_buffers_share_a_byte(open_machine: Open) -
     assert not any(heap.references for heap in machine.heaps)
 
 
+@pytest.mark.parametrize("order", [(2, 3), (3, 2)])
+def test_neighbours_that_are_free_again_are_one_place(open_machine: Open, order: tuple[int, int]) -> None:
+    machine, device = open_machine()
+    buffers = [device.create_buffer(8 * MIB) for _ in range(8)]
+    for i in order:
+        buffers[i].release()
+    buffers.append(device.create_buffer(16 * MIB))
+    assert len(machine.heaps) == 1
+    assert machine.find(buffers[-1].native).offset == 16 * MIB
+    for buffer in buffers:
+        buffer.release()
+
+
 def test_what_a_heap_has_left_counts_as_free(open_machine: Open) -> None:
     machine, device = open_machine()
     machine.budget = machine.used + heaps.HEAP_BYTES

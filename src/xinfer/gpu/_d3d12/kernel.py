@@ -10,7 +10,7 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import _checks
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import failed, hresult_name
-from xinfer.gpu._d3d12.compiler import compile_hlsl, take_blob
+from xinfer.gpu._d3d12.compiler import take_blob
 from xinfer.gpu._d3d12.core import Core, Handle
 from xinfer.gpu._d3d12.memory import BufferOwner
 from xinfer.gpu._kernel import NativeKernel
@@ -18,21 +18,22 @@ from xinfer.gpu.api import KernelCode
 
 
 class RootSignatures:
-    """By number of buffers and of constants, made when first needed: constants b0, then UAVs u0, u1, ..."""
+    """By what they bind, made when first needed: constants b0, then for each buffer u or t with its number."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self._made: dict[tuple[int, int], Handle] = {}
+        self._made: dict[tuple[int, int, frozenset[int]], Handle] = {}
         self._lock = threading.Lock()
 
-    def get(self, n_buffers: int, n_constants: int) -> Handle:
-        """The one for so many buffers and dwords of constants."""
+    def get(self, n_buffers: int, n_constants: int, views: frozenset[int]) -> Handle:
+        """The one for so many buffers, of which `views` are read-only, and dwords of constants."""
+        key = n_buffers, n_constants, views
         with self._lock:
-            if (n_buffers, n_constants) not in self._made:
-                self._made[n_buffers, n_constants] = self._make(n_buffers, n_constants)
-            return self._made[n_buffers, n_constants]
+            if key not in self._made:
+                self._made[key] = self._make(n_buffers, n_constants, views)
+            return self._made[key]
 
-    def _make(self, n_buffers: int, n_constants: int) -> Handle:
+    def _make(self, n_buffers: int, n_constants: int, views: frozenset[int]) -> Handle:
         parameters = []
         if n_constants:
             constants = d3d.D3D12_ROOT_CONSTANTS(ShaderRegister=0, Num32BitValues=n_constants)
@@ -40,7 +41,7 @@ class RootSignatures:
             parameters.append(d3d.D3D12_ROOT_PARAMETER(ParameterType=kind, Constants=constants))
         for i in range(n_buffers):
             descriptor = d3d.D3D12_ROOT_DESCRIPTOR(ShaderRegister=i)
-            kind = d3d.D3D12_ROOT_PARAMETER_TYPE_UAV
+            kind = d3d.D3D12_ROOT_PARAMETER_TYPE_SRV if i in views else d3d.D3D12_ROOT_PARAMETER_TYPE_UAV
             parameters.append(d3d.D3D12_ROOT_PARAMETER(ParameterType=kind, Descriptor=descriptor))
         array = (d3d.D3D12_ROOT_PARAMETER * len(parameters))(*parameters)
         desc = d3d.D3D12_ROOT_SIGNATURE_DESC(NumParameters=len(parameters), pParameters=addressof(array))
@@ -70,8 +71,9 @@ class D3D12Kernel(NativeKernel):
         _checks.check_kernel(code, core.adapter.info)
         if code.hlsl is None:
             raise DeviceError(f"kernel {code.id!r} is written for Vulkan only; use another variant")
-        self.signature = signatures.get(code.n_buffers, code.n_constants)
-        bytecode = create_string_buffer(compile_hlsl(core.runtime, code.hlsl, code.entry))
+        self.views = code.hlsl.views
+        self.signature = signatures.get(code.n_buffers, code.n_constants, code.hlsl.views)
+        bytecode = create_string_buffer(core.adapter.compiler.compile(code.hlsl, code.entry))
         desc = d3d.D3D12_COMPUTE_PIPELINE_STATE_DESC(
             pRootSignature=self.signature.address,
             CS=d3d.D3D12_SHADER_BYTECODE(addressof(bytecode), ctypes.sizeof(bytecode) - 1),

@@ -19,7 +19,7 @@ from xinfer.gpu._d3d12.core import Handle
 from xinfer.gpu._d3d12.kernel import D3D12Kernel
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, as_slice, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
-from xinfer.gpu._d3d12.states import States
+from xinfer.gpu._d3d12.states import UAV, VIEW, States
 from xinfer.gpu._record import NativeRecording, NativeSegment
 from xinfer.gpu.api import Bindable, BufferSlice, Groups, Kernel
 
@@ -220,7 +220,8 @@ class Writer:
     def _dispatch(self, op: Op) -> None:
         assert op.kernel
         call = self._list.call
-        self._states.need(*[(buffer_of(item), d3d.D3D12_RESOURCE_STATE_UNORDERED_ACCESS) for item in op.parts])
+        views = op.kernel.views
+        self._states.need(*[(buffer_of(item), VIEW if i in views else UAV) for i, item in enumerate(op.parts)])
         if op.kernel.signature is not self._signature:
             call("SetComputeRootSignature", op.kernel.signature.address)
             self._signature = op.kernel.signature
@@ -232,8 +233,9 @@ class Writer:
             words = (c_uint32 * (len(op.constants) // 4)).from_buffer_copy(op.constants)
             call("SetComputeRoot32BitConstants", 0, len(words), words, 0)
             place = 1
-        for i, item in enumerate(op.parts, place):
-            call("SetComputeRootUnorderedAccessView", i, buffer_of(item).gpu_address + item.offset)
+        for i, item in enumerate(op.parts):
+            method = "SetComputeRootShaderResourceView" if i in views else "SetComputeRootUnorderedAccessView"
+            call(method, place + i, buffer_of(item).gpu_address + item.offset)
         if self._marks:
             self._mark(op.label)
         call("Dispatch", *op.groups)
