@@ -21,7 +21,7 @@ from tests.gpu.long_work import start_long_work, start_work
 from xinfer import gpu
 from xinfer.errors import DeviceError, DeviceLostError
 from xinfer.gpu._bindings import d3d12 as d3d
-from xinfer.gpu._d3d12 import compiler, recording
+from xinfer.gpu._d3d12 import compiler, recording, seal
 from xinfer.gpu._d3d12.dxc import Dxc
 from xinfer.gpu._d3d12.queue import Queue
 from xinfer.gpu._d3d12.runtime import Runtime
@@ -222,6 +222,18 @@ def test_a_shader_that_does_not_compile_says_what_the_compiler_said(own_device: 
     source = HlslSource(name="broken.hlsl", text="[numthreads(1, 1, 1)] void main() { nothing_of_this_name(); }")
     with pytest.raises(DeviceError, match=r"(?s)cannot compile broken\.hlsl.*nothing_of_this_name.*variant"):
         own_device.core.adapter.compiler.compile(source, "main")
+
+
+def test_a_digest_is_the_one_that_d3dcompile_writes(own_device: D3D12Device) -> None:
+    """For every length of the last block: names of the entry point make it longer."""
+    runtime, rests = own_device.core.runtime, set()
+    for n in range(1, 70):
+        name = "x" * n
+        text = f"RWStructuredBuffer<uint> {name} : register(u0); [numthreads(1, 1, 1)] void main() {{ {name}[0] = 1; }}"
+        code = compiler._d3d_compile(runtime, HlslSource(name="x.hlsl", text=text), "main")
+        assert seal.digest(code) == code[seal.DIGEST]
+        rests.add(len(code) % 64)
+    assert len(rests) == 16  # containers are made of words
 
 
 def test_threads_share_a_device(own_device: D3D12Device) -> None:

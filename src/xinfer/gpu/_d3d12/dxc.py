@@ -18,6 +18,7 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import native
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import Interface, NativeCaller, failed, hresult_name
+from xinfer.gpu._d3d12.seal import DIGEST, sealed
 from xinfer.gpu.api import HlslSource
 
 VARIABLE = "XINFER_DXC"
@@ -29,7 +30,6 @@ OTHER_LIBRARIES = ("libdxcompiler.so", "libdxcompiler.so.3.7")
 SDK = "Windows Kits/10/bin/*/x64/dxcompiler.dll"
 UTF8 = 65_001
 OUT_OBJECT, OUT_ERRORS = 1, 2
-DIGEST = slice(4, 20)  # of a container; zeros where nobody signed it
 DESTRUCTORS = 2  # places of the vtable that they take, behind IUnknown's, in builds before 2023 that are not Windows'
 
 
@@ -68,12 +68,14 @@ class Dxc:
                 f"dxcompiler {self.version} cannot compile {source.name}:\n{said}\n"
                 f"use another variant, Vulkan (--device vulkan), or D3DCompile ({VARIABLE}=0)"
             )
-        if self.windows and not any(code[DIGEST]):
+        if any(code[DIGEST]):
+            return code
+        if self.windows:
             raise DeviceError(
                 f"dxcompiler {self.version} did not sign {source.name}, and Windows takes no such kernel: "
                 f"put the dxil.dll of the same version beside it, or set {VARIABLE}=0"
             )
-        return code
+        return sealed(code)
 
     def _compile(self, compiler: Interface, source: HlslSource, entry: str) -> Interface:
         text = create_string_buffer(source.text.encode())
