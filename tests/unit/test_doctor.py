@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from xinfer.cli import writing
 from xinfer.cli.app import app
 from xinfer.doctor import child, clinic, isolated
 from xinfer.doctor import report as reporting
@@ -24,10 +26,11 @@ from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMe
 from xinfer.gpu.api import RemovedReason
 from xinfer.gpu.null import INFO
 from xinfer.quarantine import Quarantine
+from xinfer.shaders.catalog import variants
 
 PREAMBLE = """
 import json, os, signal, sys, time
-job = json.load(sys.stdin)
+job = json.loads(sys.stdin.readline())
 def answer(**values):
     with open(job["answer"], "w") as file:
         file.write(json.dumps(values))
@@ -71,7 +74,53 @@ while True: time.sleep(1)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
+def test_a_child_ends_when_its_parent_is_killed(script: Callable[[str], str], tmp_path: Path) -> None:
+    """However: by SIGKILL, too, which leaves a parent no time to end it."""
+    child = script(
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "from xinfer.doctor import isolated\n"
+        "isolated._end_with_parent(isolated.Path(job['answer']).parent)\n"
+    )
+    code = f"from xinfer.doctor import isolated\nisolated.run_isolated({child!r}, {{}}, timeout_s=60)\n"
+    source = str(Path(isolated.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(tmp_path)]), "TMPDIR": str(tmp_path)}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    number = tmp_path / "pid"
+    until(lambda: number.exists() and number.read_text() != "")
+    os.kill(int(number.read_text()), 0)
+    parent.kill()
+    parent.wait()
+    until(lambda: not Path(f"/proc/{number.read_text()}").exists())
+    assert not list(tmp_path.glob("xinfer-doctor-*"))
+
+
+def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_who_is_killed_from_outside_has_not_crashed(script: Callable[[str], str], name: str) -> None:
+    """By a machine that is short of memory, say: no kernel is to blame."""
+    ended = run_isolated(script(f"os.kill(os.getpid(), signal.{name})"), {}, timeout_s=30)
+    assert (ended.outcome, ended.detail.split()[0]) == (BROKEN, name)
+
+
+def test_an_answer_that_cannot_be_written_is_no_crash(script: Callable[[str], str]) -> None:
+    code = (
+        "from pathlib import Path\nfrom xinfer.doctor import child\n"
+        "child.write_answer(Path('/dev/full/answer.json'), {'outcome': 'right'})"
+    )
+    ended = run_isolated(script(code), {}, timeout_s=30)
+    assert ended.outcome == BROKEN
+    assert "Not a directory" in ended.detail
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
 def test_a_signal_is_named(script: Callable[[str], str], name: str) -> None:
     ended = run_isolated(script(f"os.kill(os.getpid(), signal.{name})"), {}, timeout_s=30)
     assert (ended.outcome, ended.detail) == (CRASHED, name)
@@ -115,6 +164,7 @@ class FakeDevice:
         (DeviceHungError("'trial' has not ended after 48.0 s"), HUNG, "has not ended"),
         (DeviceError("vkCreateComputePipelines: VK_ERROR_UNKNOWN"), REFUSED, "VK_ERROR_UNKNOWN"),
         (OutOfMemoryError("too little memory"), SKIPPED, "too little"),
+        (MemoryError(), SKIPPED, "too little"),
         (ValueError("shapes"), BROKEN, "ValueError: shapes"),
     ],
 )
@@ -135,6 +185,21 @@ GPU = dataclasses.replace(INFO, api="vulkan", index=0, name="Radeon RX", kind="d
 SOFTWARE = dataclasses.replace(INFO, api="vulkan", index=1, name="llvmpipe", kind="cpu", driver="mesa")
 
 
+class FakeChild:
+    """A process that has ended when it is first asked."""
+
+    seconds = 1.5
+
+    def __init__(self, end: Callable[[], Ended]) -> None:
+        self._end = end
+
+    def ended(self) -> Ended:
+        return self._end()
+
+    def kill(self) -> None:
+        raise AssertionError("it had ended")
+
+
 class Machine:
     """Adapters, and how the process of each variant ends."""
 
@@ -144,6 +209,11 @@ class Machine:
         self.opens = Ended(outcome=RIGHT, answer={"outcome": RIGHT, "memory": {"budget": 8, "used": 1, "ours": 0}})
         self.jobs: list[dict[str, Any]] = []
         self.quarantine = Quarantine(tmp_path / "quarantine.json")
+        self.at_a_time = 3
+
+    def start(self, module: str, job: dict[str, Any], *, timeout_s: float, threads: int) -> FakeChild:
+        assert threads > 0
+        return FakeChild(lambda: self.run(module, job, timeout_s=timeout_s))
 
     def run(self, _module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
         assert timeout_s > 0
@@ -164,6 +234,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(clinic, "run_isolated", made.run)
+    monkeypatch.setattr(clinic, "Isolated", made.start)
+    monkeypatch.setattr(clinic, "width", lambda *_: made.at_a_time)
     return made
 
 
@@ -192,16 +264,81 @@ def test_failures_go_into_quarantine_and_come_out_again(machine: Machine) -> Non
 def test_every_failure_is_written_at_once(machine: Machine) -> None:
     """The machine may not survive the next kernel."""
     machine.ends = {"rms_norm.plain": Ended(outcome=LOST, detail="gone")}
+    machine.at_a_time = 1
     run = machine.run
+    seen = []
 
     def watching(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
         if job.get("variant") == "rms_norm.wave":
-            assert machine.quarantine.variants_for(GPU) == {"rms_norm.plain"}
+            seen.append(machine.quarantine.variants_for(GPU))
         return run(module, job, timeout_s=timeout_s)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clinic, "run_isolated", watching)
+        patch.setattr(machine, "run", watching)
         clinic.examine(only="rms_norm.*", quarantine=machine.quarantine)
+    assert seen == [{"rms_norm.plain"}]
+
+
+def test_the_report_says_how_long_and_keeps_the_order(machine: Machine) -> None:
+    names = []
+    report = clinic.examine(
+        quarantine=machine.quarantine, progress=lambda stage, done, total, current: names.append(current)
+    )
+    entries = report["adapters"][0]["variants"]
+    assert [entry["variant"] for entry in entries] == list(variants())
+    assert {entry["seconds"] for entry in entries} == {1.5}
+    assert report["seconds"] >= report["adapters"][0]["seconds"] >= 0
+    assert {"embed.f32", "argmax.pick"} < set(names)
+    assert "it took" in reporting.as_text(report)
+
+
+def test_who_fails_beside_others_is_tried_alone_and_only_then_blamed(machine: Machine) -> None:
+    """rope.plain hangs the GPU; what runs beside it is lost with it, and right by itself."""
+    runs: list[str] = []
+    alone = {"rope.plain": Ended(outcome=HUNG, detail="no end after 60 s")}
+    beside = {name: Ended(outcome=LOST, detail="gone") for name in ("rms_norm.wave", "rope.plain", "swiglu.plain")}
+
+    def run(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
+        name = job.get("variant")
+        if name is None:
+            return Machine.run(machine, module, job, timeout_s=timeout_s)
+        runs.append(name)
+        assert machine.quarantine.variants_for(GPU) <= {"rope.plain"}
+        again = runs.count(name) > 1
+        good = Ended(outcome=RIGHT, answer={"outcome": RIGHT, "ratio": 0.1, "trials": 3})
+        return (alone if again else beside).get(name, good)
+
+    machine.at_a_time = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "run", run)
+        report = clinic.examine(only="*", quarantine=machine.quarantine)
+    (adapter,) = report["adapters"]
+    found = {entry["variant"]: entry for entry in adapter["variants"]}
+    assert found["rope.plain"]["outcome"] == HUNG
+    assert found["rms_norm.wave"]["outcome"] == found["swiglu.plain"]["outcome"] == RIGHT
+    assert found["swiglu.plain"]["beside_others"] == "lost gone"
+    assert adapter["quarantined"] == ["rope.plain"]
+    assert "ALONE      swiglu.plain: right; beside others: lost gone" in reporting.as_text(report)
+    assert sorted(name for name in set(runs) if runs.count(name) == 2) == sorted(beside)
+
+
+def test_what_cannot_be_kept_is_reported_all_the_same(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    machine.ends = {"add.plain": Ended(outcome=WRONG, detail="off by 3")}
+    report = clinic.examine(only="*plain", quarantine=Quarantine(tmp_path / "file" / "quarantine.json"))
+    (adapter,) = report["adapters"]
+    assert len(adapter["variants"]) > 5
+    assert not report["right"]
+    text = reporting.as_text(report)
+    assert "WRONG      add.plain: off by 3" in text
+    assert "NOT KEPT   the quarantine file" in text
+
+
+def test_a_machine_without_any_adapter_is_not_right(machine: Machine) -> None:
+    machine.adapters = []
+    report = clinic.examine(quarantine=machine.quarantine)
+    assert not report["right"]
+    assert "there is no adapter to examine" in reporting.as_text(report)
 
 
 def test_a_fault_of_the_trial_is_told_and_blames_no_kernel(machine: Machine) -> None:
@@ -278,3 +415,31 @@ def test_the_command_writes_one_file_and_ends_with_1(machine: Machine, tmp_path:
     done = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "no" / "report.json")])
     assert done.exit_code == 1
     assert "lies in none" in done.output
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: tuple[str, ...]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RequestError("the disk is full")
+
+    monkeypatch.setattr(writing, "write_file", fail)
+    command = ["doctor", "--only", "add.*", "--output", str(tmp_path / "report.json"), *as_json]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "error: the disk is full" in done.stderr
+    if as_json:
+        assert json.loads(done.stdout)["right"]
+    else:
+        assert "1 right" in done.stdout
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    done = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "report.json")])
+    assert done.exit_code == 1
+    assert "may not be written by this user" in done.stderr
+    assert machine.jobs == []

@@ -16,11 +16,13 @@ from typing import Any, Generic, Protocol, TypeVar
 from xinfer.errors import DeviceHungError
 from xinfer.gpu._checks import check_transfer
 from xinfer.gpu._record import NativeSegment
-from xinfer.gpu.api import BufferSlice, Bytes
+from xinfer.gpu.api import BufferKind, BufferSlice, Bytes
 from xinfer.gpu.native import copy_bytes
 
 CHUNK = 16 << 20
-CHUNKS = 4
+# At most, each made when all the others are in use: for threads that fill one each, and some on their way.
+CHUNKS = 20
+FEW_CHUNKS = 4  # where staging takes of the device's own memory; and what stays once every upload has been waited for
 SMALL = 256 << 10  # smaller uploads share a chunk and one submission
 TIMEOUT_S = 60.0
 
@@ -28,11 +30,14 @@ TIMEOUT_S = 60.0
 class StagingChunk(Protocol):
     """Mapped memory with commands to copy out of it or into it."""
 
-    buffer: Any  # the backend's own
     commands: Any  # what its queue takes
     used: int  # bytes of it that are to be copied
     value: int  # with which its last submission ends
     targets: list[BufferSlice]  # of the copies recorded
+
+    @property
+    def buffer(self) -> Any:
+        """The backend's own, made when it is first needed: not where the bytes lie in mapped memory already."""
 
     def begin(self) -> None:
         """Start to record; its last submission has ended."""
@@ -47,6 +52,40 @@ class StagingChunk(Protocol):
         """Give its objects back."""
 
 
+class NativeChunk(ABC):
+    """What a chunk is on every graphics API; each adds its commands."""
+
+    def __init__(self, owner: Any, label: str, *, readback: bool = False) -> None:
+        self.owner = owner
+        self.label = label
+        self.kind: BufferKind = "readback" if readback else "upload"
+        self.value = 0
+        self.used = 0
+        self.targets: list[BufferSlice] = []
+        self._buffer: Any = None
+
+    @abstractmethod
+    def _make_buffer(self) -> Any:
+        """CHUNK bytes of mapped memory."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Retire the native objects."""
+
+    @property
+    def buffer(self) -> Any:
+        """Mapped memory, made when it is first needed."""
+        if self._buffer is None:
+            self._buffer = self._make_buffer()
+        return self._buffer
+
+    def release(self) -> None:
+        """Give its objects back."""
+        if self._buffer is not None:
+            self._buffer.release()
+        self._give_back()
+
+
 C = TypeVar("C", bound=StagingChunk)
 
 
@@ -57,6 +96,7 @@ class Staging(ABC, Generic[C]):
         self.owner = owner
         self.compute = compute
         self.queue = queue  # the compute queue itself where there is no other
+        self.most = CHUNKS if owner.core.adapter.info.kind == "discrete" else FEW_CHUNKS
         self._lock = threading.RLock()  # guards what follows
         self._room = threading.Condition(self._lock)
         self._chunks = 0
@@ -240,10 +280,10 @@ class Staging(ABC, Generic[C]):
             self._give(chunk)
 
     def _take(self) -> C:
-        """A chunk that no work in flight uses; waits for one."""
+        """A chunk that no work in flight uses: an idle one, else a new one, else the first to become idle."""
         with self._room:
-            while not self._idle:
-                if self._chunks < CHUNKS:
+            while not (self._idle and (self._chunks >= self.most or self._ended(self._idle[0]))):
+                if self._chunks < self.most:
                     chunk = self._make(self.queue, f"staging {self._chunks}")
                     self._chunks += 1
                     return chunk
@@ -260,6 +300,17 @@ class Staging(ABC, Generic[C]):
             self._give(chunk)
             raise
         return chunk
+
+    def _ended(self, chunk: C) -> bool:
+        ended: bool = chunk.value <= self.queue.completed()
+        return ended
+
+    def trim(self) -> None:
+        """Give back what a large upload took, once it has been waited for."""
+        with self._lock:
+            while self._chunks > FEW_CHUNKS and self._idle and self._ended(self._idle[0]):
+                self._idle.popleft().release()
+                self._chunks -= 1
 
     def _give(self, chunk: C) -> None:
         with self._room:

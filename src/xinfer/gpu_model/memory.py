@@ -9,7 +9,7 @@ from xinfer import ops
 from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.forward import widths, workspace_bytes
-from xinfer.gpu_model.weights import RESIDENT, Split, WeightsLayout
+from xinfer.gpu_model.layout import RESIDENT, Split, WeightsLayout
 from xinfer.kv_cache import FIRST_TOKENS, CacheShape
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory

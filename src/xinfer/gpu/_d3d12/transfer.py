@@ -6,20 +6,16 @@ from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
 from xinfer.gpu._d3d12.states import States
-from xinfer.gpu._staging import CHUNK, Staging, overlaps
+from xinfer.gpu._staging import CHUNK, NativeChunk, Staging, overlaps
 from xinfer.gpu.api import BufferSlice
 
 
-class Chunk:
+class Chunk(NativeChunk):
     """A staging buffer with a command list to copy out of it or into it."""
 
     def __init__(self, owner: BufferOwner, queue: Queue, label: str, *, readback: bool = False) -> None:
-        self.owner = owner
-        self.buffer = D3D12Buffer(owner, CHUNK, "readback" if readback else "upload", label)
+        super().__init__(owner, label, readback=readback)
         self.commands = [CommandList(owner.core, label, queue.kind)]
-        self.value = 0  # with which its last submission ends
-        self.used = 0
-        self.targets: list[BufferSlice] = []
         self._states = States(self.commands[0].list)
 
     def begin(self) -> None:
@@ -46,9 +42,10 @@ class Chunk:
         """Close the list. With its run buffers are back in the common state, and the next one sees what it wrote."""
         self.commands[0].end()
 
-    def release(self) -> None:
-        """Give its objects back."""
-        self.buffer.release()
+    def _make_buffer(self) -> D3D12Buffer:
+        return D3D12Buffer(self.owner, CHUNK, self.kind, self.label)
+
+    def _give_back(self) -> None:
         self.owner.retire(*self.commands[0].handles)
 
 

@@ -6,27 +6,22 @@ from collections.abc import Callable
 from ctypes import byref
 
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._staging import CHUNK, Staging, overlaps
+from xinfer.gpu._staging import CHUNK, NativeChunk, Staging, overlaps
 from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu.api import BufferSlice
 
 
-class Chunk:
+class Chunk(NativeChunk):
     """A staging buffer with a command buffer to copy out of it or into it."""
 
     def __init__(self, owner: BufferOwner, queue: Queue, label: str, *, readback: bool = False) -> None:
+        super().__init__(owner, label, readback=readback)
         core = owner.core
-        self.owner = owner
-        self.buffer = VulkanBuffer(owner, CHUNK, "readback" if readback else "upload", label)
         flags = vk.VK_COMMAND_POOL_CREATE_TRANSIENT_BIT | vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
         self.family = queue.family
         self.pool = core.command_pool(queue.family, label, flags)
         self.commands = core.command_buffers(self.pool, 1)
-        self.value = 0  # with which its last submission ends
-        self.used = 0
-        self.targets: list[BufferSlice] = []
-        self._readback = readback
 
     def begin(self) -> None:
         """Start to record, behind what was submitted. Reset first: an interrupt may have left it half recorded."""
@@ -52,12 +47,13 @@ class Chunk:
 
     def end(self) -> None:
         """Close the commands; what follows them sees what they wrote, the host too where it reads the chunk."""
-        self.barrier(host=self._readback)
+        self.barrier(host=self.kind == "readback")
         self.owner.core.check(self.owner.core.vk.vkEndCommandBuffer(self.commands[0]), "vkEndCommandBuffer")
 
-    def release(self) -> None:
-        """Give its objects back."""
-        self.buffer.release()
+    def _make_buffer(self) -> VulkanBuffer:
+        return VulkanBuffer(self.owner, CHUNK, self.kind, self.label)
+
+    def _give_back(self) -> None:
         self.owner.retire(self.pool)
 
 
