@@ -233,7 +233,7 @@ def test_a_digest_is_the_one_that_d3dcompile_writes(own_device: D3D12Device) -> 
         code = compiler._d3d_compile(runtime, HlslSource(name="x.hlsl", text=text), "main")
         assert seal.digest(code) == code[seal.DIGEST]
         rests.add(len(code) % 64)
-    assert len(rests) == 16  # containers are made of words
+    assert rests >= {0, 8, 48, 56}  # of either way to fill the last block
 
 
 def test_threads_share_a_device(own_device: D3D12Device) -> None:

@@ -150,6 +150,21 @@ def test_what_it_made_is_kept_apart_from_what_others_make(monkeypatch: pytest.Mo
     assert len(newer.asked) == 1
 
 
+def test_the_sources_know_who_compiles_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vkd3d's compiler has no globallycoherent; on Windows workgroups would not see each other's results without."""
+    seen: list[tuple[tuple[str, int], ...]] = []
+
+    def note(_runtime: object, source: HlslSource, _entry: str) -> bytes:
+        seen.append(source.defines)
+        return b"code"
+
+    monkeypatch.setattr("xinfer.gpu._disk.cache_folder", lambda _name: None)
+    monkeypatch.setattr(compiler, "_d3d_compile", note)
+    for windows in (True, False):
+        Compiler(FakeRuntime({}, windows=windows)).compile(SOURCE, "main")
+    assert seen == [SOURCE.defines, (*SOURCE.defines, ("XINFER_VKD3D", 1))]
+
+
 def test_the_variable_names_it_or_forbids_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(dxc.VARIABLE, "0")
     monkeypatch.setattr("xinfer.gpu.native.load_library", lambda *_: pytest.fail("it was looked for"))
