@@ -102,7 +102,7 @@ class Steps:
             return self._network
         self._forget()
         max_keys = min(self.pool.n_tokens, self.context)
-        scratch_bytes, counter_bytes = self._attention_bytes(max_keys)
+        scratch_bytes, counter_bytes = self.attention_bytes(max_keys)
         with ExitStack() as made:
             table = self._rope_table(max_keys)
             made.callback(table.release)
@@ -348,7 +348,7 @@ class Steps:
             raise
         return buffer
 
-    def _attention_bytes(self, max_keys: int) -> tuple[int, int]:
+    def attention_bytes(self, max_keys: int) -> tuple[int, int]:
         """The scratch of attention in the most demanding of the recordings, and how much of it are counters."""
         recording = self.device.create_recording("plan")  # nothing is recorded: plans are asked for
         try:
