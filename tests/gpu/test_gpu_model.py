@@ -41,6 +41,11 @@ def _shaders(device: Device) -> Iterator[None]:
     build_shaders.build()
     before = device.live_objects()
     yield
+    last = device.create_recording("last")
+    last.finish()
+    device.wait(device.submit(last))
+    last.release()
+    device.flush_uploads()
     device.collect()  # type: ignore[attr-defined]
     after = device.live_objects()
     assert {name: n for name, n in after.items() if n > before.get(name, 0) and name not in STAGING} == {}
@@ -112,7 +117,7 @@ def test_every_weight_lies_where_the_layout_says(
         with QwenModel.load(weights, device) as model:
             allocations = [layout.table, *([layout.head] if layout.head else []), *layout.layers]
             parts = model._weights
-            buffers = [parts._table, *([parts._head] if parts._head else []), *parts._buffers]
+            buffers = [parts._table, *([parts._head] if parts._head else []), *parts.buffers]
             for allocation, buffer in zip(allocations, buffers, strict=True):
                 assert buffer.size == allocation.size
                 for place in allocation.places:
