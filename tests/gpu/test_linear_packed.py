@@ -1,8 +1,4 @@
-"""pack_rows and the matrix-core GEMM: on devices that have matrix cores, and everywhere with emulated fragments.
-
-The emulated form is the same source with the fragments replaced by plain code: it tests staging, the walk over tiles
-and fragments, scales, bias, residual and edges.
-"""
+"""pack_rows and the matrix-core GEMM: on devices that have matrix cores, elsewhere with emulated fragments."""
 
 from __future__ import annotations
 
@@ -10,16 +6,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+from tests.gpu.emulated import emulate
 from tests.gpu.op_bench import Array, Bench, assert_close, random_weights, sum_tolerance
 
-import build_shaders
 from xinfer import ops
-from xinfer.gpu.api import KernelCode
 from xinfer.model import reference
 from xinfer.shaders.catalog import Variant, variants
 
 COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
-# Both tile sizes, both forms, both formats; the largest needs more groupshared memory than lavapipe has.
+# Both tile sizes, both forms, both formats.
 EMULATED = ("f16.coop64.split", "f16.coop128.half", "bf16.coop64.half")
 SHAPES = [(9, 1, 8), (64, 128, 32), (65, 129, 40), (130, 257, 264)]
 
@@ -100,30 +95,14 @@ def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, sli
     assert (found[:, :3] == 0).all()
 
 
-def emulated(bench: Bench, variant: Variant) -> Variant:
-    """The variant with plain code for fragments, made known to the bench's kernels under its id."""
-    if bench.device.info.api != "vulkan":
-        pytest.skip("matrix cores are reached through Slang, which makes SPIR-V only")
-    defines = tuple((name, {"EMULATE": 1, "WAVE": 0}.get(name, value)) for name, value in variant.defines)
-    plain = dataclasses.replace(variant, defines=defines)
-    if variant.id not in bench.kernels._kernels:
-        code = KernelCode(
-            id=variant.id,
-            spirv=build_shaders.compile_variant(plain),
-            n_buffers=plain.n_buffers,
-            n_constants=plain.n_constants,
-            workgroup=plain.workgroup,
-        )
-        bench.kernels._kernels[variant.id] = bench.device.create_kernel(code)
-    return plain
-
-
 @pytest.mark.parametrize("name", EMULATED)
-def test_emulated(bench: Bench, name: str) -> None:
+def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = variants()[f"linear_gemm.{name}"]
+    if bench.kernels.usable(variant.id):
+        pytest.skip("it has the real ones")
     with ops.KernelSet(bench.device) as kernels:
         own = dataclasses.replace(bench, kernels=kernels)
-        emulated(own, variant)
+        emulate(own, variant, monkeypatch)
         for shape in SHAPES:
             multiply(own, variant, shape)
         multiply(own, variant, (70, 200, 64), slices=3)

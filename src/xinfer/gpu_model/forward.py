@@ -98,6 +98,7 @@ class Network:
     scratch: Buffer  # of attention: counters of splits that are done, zero between steps, and partial results
     max_keys: int  # of one sequence
     tuning: Tuning
+    exact: bool  # matrix cores multiply activations as two f16 numbers, not as one
 
     def cache(self, i: int) -> CacheBlocks:
         """The blocks of layer i."""
@@ -147,6 +148,7 @@ class Pass:
             n_rows=n,
             max_keys=network.max_keys,
             turn=n == 1 and not self.tapped,
+            exact=network.exact,
             variant=self._tuned("attn"),
             n_splits=self._tuning.n_splits,
         )
@@ -273,7 +275,7 @@ class Pass:
 
     def _operand(self, x: Rows, w: ops.Matrix, label: str) -> Rows | ops.PackedRows:
         """Rows as products with w take them: packed where there are matrix cores and rows enough."""
-        if not ops.can_pack(self.on, w, x.n):
+        if not ops.can_pack(self.on, w, x.n, exact=self.network.exact):
             return x
         packed = ops.PackedRows(self._packed, x.n, x.width)
         ops.pack_rows(self.on, x, packed, label=f"{label}.pack")
@@ -291,7 +293,8 @@ class Pass:
         label: str,
     ) -> None:
         if isinstance(x, ops.PackedRows):
-            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label)
+            exact = self.network.exact
+            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, exact=exact, label=label)
         else:
             variant = self._tuned(label.rpartition(".")[2])
             ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)

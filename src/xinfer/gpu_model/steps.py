@@ -57,12 +57,14 @@ class Steps:
         plan: MemoryPlan,
         *,
         context: int,
+        exact: bool = False,
         quarantine: Iterable[str] = (),
     ) -> None:
         self.device = device
         self.config = config
         self.context = context
         self.max_rows = plan.rows
+        self.exact = exact
         self._weights = weights
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
@@ -121,6 +123,7 @@ class Steps:
             scratch=scratch,
             max_keys=max_keys,
             tuning=self._tuning,
+            exact=self.exact,
         )
         return self._network
 
@@ -356,7 +359,9 @@ class Steps:
             cache = cache_blocks(self.pool, self.config, 0)
             heads = self.config.num_attention_heads
             plans = [
-                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1)
+                ops.plan_attention(
+                    on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact
+                )
                 for n in range(1, self.max_rows + 1)
             ]
             variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits

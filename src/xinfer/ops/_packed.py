@@ -9,8 +9,7 @@ from xinfer.ops._base import Matrix, Recorder, Rows, ceil_div, expect, span
 from xinfer.ops._linear import FLAG_ACCUMULATE, FLAG_BIAS, GEMV_ROWS_MAX
 from xinfer.shaders.catalog import LOAD_BYTES, PACKED_COLUMNS, PACKED_ROWS, coop_id, variants
 
-TILE_N = 128
-SMALL_TILE_ROWS = 64
+BUSY_TILES = 100  # large tiles that keep a large GPU busy; where there are fewer, small ones are faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ def linear_packed(
             "bias": x.scales if bias is None else bias,
             "y": out.place,
         }
-        grid = (ceil_div(part.n_rows, TILE_N), ceil_div(x.n, chosen.define("TILE_M")), 1)
+        grid = (ceil_div(x.n, chosen.define("TILE_M")), ceil_div(part.n_rows, chosen.define("TILE_N")), 1)
         on.dispatch(chosen, buffers, constants, grid, label)
 
 
@@ -115,7 +114,8 @@ def packed_candidates(w: Matrix, n_rows: int, *, exact: bool) -> list[str]:
     """Variants that fit, best first."""
     if w.format == "f32":
         return []
-    tiles = (64, 128) if n_rows <= SMALL_TILE_ROWS else (128, 64)
+    large = ceil_div(n_rows, 128) * ceil_div(w.rows, 128) >= BUSY_TILES
+    tiles = (128, 64) if large else (64, 128)
     return [coop_id(w.format, tile, split=exact) for tile in tiles]
 
 
