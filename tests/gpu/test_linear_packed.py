@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,18 +20,17 @@ EMULATED = ("f16.coop64.split", "f16.coop128.half", "bf16.coop64.half")
 SHAPES = [(9, 1, 8), (64, 128, 32), (65, 129, 40), (130, 257, 264)]
 
 
-def unpacked(bench: Bench, packed: ops.PackedRows) -> tuple[Array, Array, Array]:
-    """Scales (padded,), high and low halves (padded, columns) of packed rows."""
+def unpacked(bench: Bench, packed: ops.PackedRows) -> tuple[Array, Array]:
+    """Scales (padded,) and halves (2 or 1, padded, columns) of packed rows."""
     scales = np.frombuffer(bench.device.download(packed.scales), np.float32)
     halves = np.frombuffer(bench.device.download(packed.halves), np.float16).astype(np.float32)
-    high, low = halves.reshape(2, packed.padded, -1)
-    return scales, high, low
+    return scales, halves.reshape(2 if packed.exact else 1, packed.padded, -1)
 
 
-def pack(bench: Bench, x: Array, *, variant: str | None = None) -> ops.PackedRows:
+def pack(bench: Bench, x: Array, *, exact: bool = True, variant: str | None = None) -> ops.PackedRows:
     n, width = x.shape
-    out = bench.out(ops.packed_bytes(n, width) // 4)
-    packed = ops.PackedRows(out.place, n, width)
+    out = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
+    packed = ops.PackedRows(out.place, n, width, exact)
     bench.run(ops.pack_rows, bench.put_rows(x, stride=width + 3, offset=1), packed, label="pack", variant=variant)
     out.read()  # its guard bands
     return packed
@@ -45,7 +45,10 @@ def test_pack_rows(bench: Bench, variant: str, n: int, width: int) -> None:
     x = rng.standard_normal((n, width), np.float32) * np.exp(rng.uniform(-40, 40, (n, 1))).astype(np.float32)
     x[0, 0] = 3e38 if n > 1 else x[0, 0]
     packed = pack(bench, x, variant=variant)
-    scales, high, low = unpacked(bench, packed)
+    scales, (high, low) = unpacked(bench, packed)
+    one_scales, (one,) = unpacked(bench, pack(bench, x, exact=False, variant=variant))
+    assert np.array_equal(one, high)
+    assert np.array_equal(one_scales, scales)
     assert (np.frexp(scales)[0] == 0.5).all(), "scales are powers of two"
     largest = np.abs(x).max(axis=1) / scales[:n]
     assert ((largest >= 2048) & (largest < 4096)).all()
@@ -61,9 +64,42 @@ def test_rows_of_zeros_and_the_smallest_numbers(bench: Bench) -> None:
     if bench.device.info.api == "d3d12":
         pytest.skip("Direct3D 12 makes subnormal numbers 0, and has no use for packed rows: no matrix cores")
     x = np.array([[0, 0], [1e-38, -1e-38], [2.0**-126, 0]], np.float32)
-    scales, high, low = unpacked(bench, pack(bench, x))
+    scales, (high, low) = unpacked(bench, pack(bench, x))
     assert np.isfinite(scales).all()
     assert_close((high + low)[:3, :2] * scales[:3, None], x, 1e-42)
+
+
+@pytest.mark.parametrize("form", ["plain", "wave"])
+@pytest.mark.parametrize(("n", "width"), [(1, 8), (3, 64), (129, 72), (2, 4104)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_packing_with_the_op_before(bench: Bench, form: str, n: int, width: int, exact: bool) -> None:
+    """rms_norm, and silu(gate) * up, packed without a stop in between, from rows with gaps."""
+    if not bench.kernels.usable(f"pack_rows.norm.{form}"):
+        pytest.skip(f"{bench.device.info.name} has no such subgroup operations")
+    rng = np.random.default_rng(width)
+    x, up = (rng.standard_normal((n, width), np.float32) for _ in range(2))
+    x[0] *= np.float32(1e-4)  # where eps matters
+    weight = rng.standard_normal(width, np.float32)
+    both = bench.put_rows(np.concatenate([x, up], axis=1), stride=2 * width + 4, offset=8)
+    mine, other = both.columns(0, width), both.columns(width, width)
+    fused: list[tuple[str, dict[str, Any], Array]] = [
+        ("norm", {"norm": (bench.put(weight), 1e-6)}, reference.rms_norm(x, weight, eps=1e-6)),
+        ("swiglu", {"up": other}, reference.swiglu(x, up)),
+    ]
+    for name, given, expected in fused:
+        out = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
+        packed = ops.PackedRows(out.place, n, width, exact)
+        variant = f"pack_rows.{name}.{form}"
+        bench.run(ops.pack_rows, mine, packed, **given, label="pack", variant=variant)
+        out.read()  # its guard bands
+        scales, halves = unpacked(bench, packed)
+        whole = halves.sum(axis=0)
+        step = (2.0**-11 if exact else 1.0) * scales[:n, None]
+        assert_close(whole[:n, :width] * scales[:n, None], expected, step + 1e-5 * np.abs(expected) + 1e-30)
+        largest = np.abs(whole[:n]).max(axis=1)
+        assert ((largest >= 2047) & (largest <= 4096)).all()
+        assert (halves[:, n:] == 0).all()
+        assert (halves[:, :, width:] == 0).all()
 
 
 def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1) -> None:
@@ -74,13 +110,12 @@ def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, sli
     x = rng.standard_normal((n, columns), np.float32) * np.float32(1e5)  # beyond f16
     w = random_weights(rng, (rows, columns), weight_format)
     bias, before = rng.standard_normal(rows, np.float32), rng.standard_normal((n, rows), np.float32)
-    packed, out = pack(bench, x), bench.out(n, rows + 3, fill=np.pad(before, ((0, 0), (3, 0))))
     exact = bool(variant.define("SPLIT"))
+    packed, out = pack(bench, x, exact=exact), bench.out(n, rows + 3, fill=np.pad(before, ((0, 0), (3, 0))))
     bench.run(
         *(ops.linear_packed, packed, bench.put_matrix(w, weight_format, slices=slices), out.rows().columns(3, rows)),
         bias=bench.put(bias),
         accumulate=True,
-        exact=exact,
         label="y",
         variant=variant.id,
     )

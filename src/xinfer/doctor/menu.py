@@ -171,11 +171,19 @@ def _matrices(scale: Scale, *, norm: bool, gated: bool, whole: bool) -> Iterator
 
 
 def _pack_rows(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
-    del variant
-    for width in (37, *(size for model in MODELS for size in (model.hidden, model.inner))):
-        n = min(scale.queries, 130)
-        sizes = np.exp(rng.uniform(-20, 20, (n, 1))).astype(np.float32)
-        yield PackTrial(x=_normal(rng, n, width) * sizes)
+    source = variant.define("SOURCE")
+    for number, width in enumerate(
+        (40 if source else 37, *(n for model in MODELS for n in (model.hidden, model.inner)))
+    ):
+        n, exact = min(scale.queries, 130), number % 2 == 0
+        x = _normal(rng, n, width)
+        if source == 0:
+            yield PackTrial(x=x * np.exp(rng.uniform(-20, 20, (n, 1))).astype(np.float32), exact=exact)
+        elif source == 1:
+            x[::2] *= np.float32(1e-3)  # where eps matters
+            yield PackTrial(x=x, exact=exact, norm=(_normal(rng, width), EPS))
+        else:
+            yield PackTrial(x=5 * x, exact=exact, up=_normal(rng, n, width))
 
 
 def _attention(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:

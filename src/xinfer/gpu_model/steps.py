@@ -359,9 +359,7 @@ class Steps:
             cache = cache_blocks(self.pool, self.config, 0)
             heads = self.config.num_attention_heads
             plans = [
-                ops.plan_attention(
-                    on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact
-                )
+                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
                 for n in range(1, self.max_rows + 1)
             ]
             variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits

@@ -257,6 +257,11 @@ def is_coop(variant: Variant) -> bool:
     return variant.source == "attention_coop.slang"
 
 
+def has_half_weights(variant: Variant) -> bool:
+    """Whether it rounds the weights of values to f16."""
+    return is_coop(variant) and not variant.define("SPLIT")
+
+
 def _coop_trips(variant: Variant, keys: int) -> int:
     queries = 16 * variant.define("WAVES")
     a_tile = 1 + 4 * variant.define("KEYS")  # every unrolled loop counted as if it were not

@@ -334,7 +334,13 @@ def _linear_coop() -> Iterator[Variant]:
             source="linear_gemm_coop.slang",
             defines=(
                 *(("FORMAT", FORMATS[name]), ("WAVE", 1), ("EMULATE", 0), ("SPLIT", split)),
-                *(("TILE_M", tile), ("TILE_N", tile), ("TILE_LOADS", loads), ("WAVES_M", waves_m), ("WAVES_N", waves_n)),
+                *(
+                    ("TILE_M", tile),
+                    ("TILE_N", tile),
+                    ("TILE_LOADS", loads),
+                    ("WAVES_M", waves_m),
+                    ("WAVES_N", waves_n),
+                ),
             ),
             buffers=("scales", "halves", "w", "bias", "y"),
             constants=COOP_CONSTANTS,
@@ -347,14 +353,16 @@ def _linear_coop() -> Iterator[Variant]:
 
 
 def _pack_rows() -> Iterator[Variant]:
-    for name, wave in (("plain", 0), ("wave", 1)):
+    for (source, form), (name, wave) in itertools.product(
+        enumerate(("", "norm.", "swiglu.")), (("plain", 0), ("wave", 1))
+    ):
         yield Variant(
-            id=f"pack_rows.{name}",
+            id=f"pack_rows.{form}{name}",
             op="pack_rows",
             source="pack_rows.hlsl",
-            defines=(("GROUP", 128), ("WAVE", wave)),
-            buffers=("x", "scales", "halves"),
-            constants=("width", "x_rows", "x_stride", "x_offset", "row_loads", "low_offset"),
+            defines=(("GROUP", 128), ("WAVE", wave), ("SOURCE", source), ("VECTOR", int(source > 0))),
+            buffers=("x", "other", "scales", "halves"),
+            constants=("width", "x_rows", "x_stride", "x_offset", "up_offset", "row_loads", "low_offset", "eps"),
             workgroup=(128, 1, 1),
             shared_bytes=4 * 128,
             needs=WAVE_NEEDS if wave else frozenset(),
