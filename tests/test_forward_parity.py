@@ -29,8 +29,8 @@ from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.gpu_model import model as model_module
+from xinfer.gpu_model.layout import Split, WeightsLayout
 from xinfer.gpu_model.model import KVType
-from xinfer.gpu_model.weights import Split, WeightsLayout
 from xinfer.model.reference import ReferenceCache, ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights

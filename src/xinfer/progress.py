@@ -17,6 +17,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from xinfer.progress_lines import TITLES
+
 PATIENCE = 0.5  # seconds of silence before a bar appears
 
 _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
@@ -24,12 +26,6 @@ _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
-}
-_TITLES = {
-    "load": "loading weights",
-    "prefill": "reading the prompt",
-    "verify": "comparing with the reference",
-    "doctor": "trying kernels",
 }
 
 
@@ -42,8 +38,8 @@ class Bars:
         self._started = 0.0
         self._progress: Progress | None = None
 
-    def update(self, stage: str, done: int, total: int) -> None:
-        """Say how far a stage has come."""
+    def update(self, stage: str, done: int, total: int, current: str = "") -> None:
+        """Say how far a stage has come, and what is at hand."""
         if stage != self._stage:
             self._hide()
             self._stage, self._started = stage, time.monotonic()
@@ -53,18 +49,19 @@ class Bars:
         elif self._progress is None and time.monotonic() - self._started >= PATIENCE:
             self._show(stage, total)
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=done, total=total)
+            self._progress.update(self._progress.task_ids[0], completed=done, total=total, current=current)
 
     def _show(self, stage: str, total: int) -> None:
         self._progress = Progress(
-            TextColumn(_TITLES.get(stage, stage)),
+            TextColumn(TITLES.get(stage, stage)),
             BarColumn(),
             *_COLUMNS.get(stage, (MofNCompleteColumn(),)),
             TimeRemainingColumn(),
+            TextColumn("{task.fields[current]}", markup=False),
             console=self._console,
             transient=True,
         )
-        self._progress.add_task(stage, total=total)
+        self._progress.add_task(stage, total=total, current="")
         self._progress.start()
 
     def _hide(self) -> None:

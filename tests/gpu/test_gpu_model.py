@@ -19,11 +19,11 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
 from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
-from xinfer.gpu_model import QwenModel, memory
+from xinfer.gpu_model import QwenModel, loading, memory
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.greedy import STEPS_AHEAD
+from xinfer.gpu_model.layout import WeightsLayout
 from xinfer.gpu_model.steps import READ, STEP
-from xinfer.gpu_model.weights import WeightsLayout
 from xinfer.model.names import global_tensor_name, layer_tensor_name
 from xinfer.model.reference import ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
@@ -105,7 +105,8 @@ def test_every_weight_lies_where_the_layout_says(
     device: Device, checkpoint: CheckpointFactory, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit; rows are padded with zeros. Small pieces, so that tensors are read in parts."""
-    monkeypatch.setattr("xinfer.gpu_model.weights.CONVERT_BYTES", 1000)
+    for name, size in (("PIECE", 4000), ("READ", 1000), ("SMALL", 500)):
+        monkeypatch.setattr(loading, name, size)
     with ModelWeights.open(checkpoint(case)) as weights:
         layout = WeightsLayout(weights)
         with QwenModel.load(weights, device) as model:
@@ -509,7 +510,9 @@ def test_a_bad_number_is_traced_to_layer_and_op(
             lambda: model.forward(PROMPT),
         )
         for way in ways:
-            with pytest.raises(NumericalError, match=rf"op {op} of layer 1 \(layers\.1\.{op}\) made the first NaN"):
+            with pytest.raises(
+                NumericalError, match=rf"op {op} of layer 1 \(layers\.1\.{op}\) made the first NaN.*--device cpu"
+            ):
                 way()
 
 
@@ -532,6 +535,26 @@ def test_a_bad_number_that_came_with_an_earlier_token(device: Device, own_checkp
         model.extend([1, 7, 2, 3, 4, 5], cache)
         with pytest.raises(NumericalError, match=r"op embed \(embed\) made the first NaN"):
             model.forward([6], cache, last_only=True)
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_keys_and_values_beyond_f16_ask_for_another_cache(
+    device: Device, own_checkpoint: CheckpointFactory, part: str
+) -> None:
+    """Which the error names only where it is the cache that they do not fit into: f32 holds them."""
+    folder = own_checkpoint("untied")
+    change(folder, lambda tensors: tensors[layer_tensor_name(1, f"{part}_b")].__setitem__(..., 1e5))
+    with on(device, folder, kv_dtype="f32") as model:
+        assert np.isfinite(model.forward(PROMPT)).all()
+    beyond = r"layer 1 \(layers\.1\.attn\) made the first NaN.*keys or values reach 1\d\d,\d\d\d, .* --kv-cache f32 "
+    with on(device, folder, kv_dtype="f16") as model:
+        for way in (lambda: list(greedy(model, PROMPT, 5)), lambda: model.forward(PROMPT)):
+            with pytest.raises(NumericalError, match=beyond):
+                way()
+        cache = model.make_cache(100)
+        model.extend(PROMPT[:-1], cache)
+        with pytest.raises(NumericalError, match=beyond):
+            model.forward(PROMPT[-1:], cache, last_only=True)
 
 
 def test_a_bad_number_that_does_not_come_again(

@@ -95,7 +95,8 @@ def test_packing_with_the_op_before(bench: Bench, form: str, n: int, width: int,
         scales, halves = unpacked(bench, packed)
         whole = halves.sum(axis=0)
         step = (2.0**-11 if exact else 1.0) * scales[:n, None]
-        assert_close(whole[:n, :width] * scales[:n, None], expected, step + 1e-5 * np.abs(expected) + 1e-30)
+        tolerance = np.asarray(step + 1e-5 * np.abs(expected) + 1e-30, np.float32)
+        assert_close(whole[:n, :width] * scales[:n, None], expected, tolerance)
         largest = np.abs(whole[:n]).max(axis=1)
         assert ((largest >= 2047) & (largest <= 4096)).all()
         assert (halves[:, n:] == 0).all()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -438,8 +439,14 @@ with LLM(sys.argv[1], device="vulkan") as llm:
 
 
 @pytest.fixture
-def child(folder: Path, tmp_path: Path) -> Callable[[int | None], list[int]]:
-    """Run a child until it has printed some tokens, then kill it; None lets it end. What it printed."""
+def child(folder: Path, undisturbed: object, tmp_path: Path) -> Callable[[int | None], list[int]]:
+    """Run a child until it has printed some tokens, then kill it; None lets it end. What it printed.
+
+    Its folder of caches is its own. The driver's is filled: compiling again would take ten times as long as all else.
+    """
+    del undisturbed  # it has compiled every kernel
+    if (compiled := Path(os.environ["XDG_CACHE_HOME"], "mesa_shader_cache")).exists():
+        shutil.copytree(compiled, tmp_path / "cache" / compiled.name)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def run(kill_after: int | None) -> list[int]:

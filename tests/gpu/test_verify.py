@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -20,9 +21,11 @@ from xinfer.cli.app import app
 from xinfer.errors import DeviceError, NumericalError
 from xinfer.gpu_model import QwenModel
 from xinfer.gpu_model.forward import Pass
-from xinfer.gpu_model.steps import Steps
+from xinfer.gpu_model.steps import ROW_BUCKETS, Steps
+from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
+from xinfer.verify import session
 from xinfer.verify.run import verify
 from xinfer.verify.session import LENGTHS, plan_cases
 
@@ -53,6 +56,62 @@ def test_every_structure_is_right(checkpoint: CheckpointFactory, preset: str) ->
         ops = dict(zip(report["errors"]["ops"], case["layers"][n_layers - 1], strict=True))
         for op in ("qkv", "attn", "o", "swiglu", "down"):
             assert ops[op] is not None, f"{op} of the last layer was not judged in {case['case']}"
+
+
+LONG = SyntheticSpec(  # of a long context: the cache has room for a part of it
+    hidden_size=128,
+    intermediate_size=192,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=16_384,
+    dtype="bfloat16",
+)
+
+
+def judged(report: dict[str, Any]) -> set[str]:
+    return {name for case in report["errors"]["by_case"] for names in case["variants"].values() for name in names}
+
+
+@pytest.mark.parametrize("head_dim", [64, 12])
+def test_every_kernel_that_the_model_records_is_judged(checkpoint: CheckpointFactory, head_dim: int) -> None:
+    """At every number of rows, when the cache is small and when it has grown to the whole context."""
+    folder = checkpoint(dataclasses.replace(LONG, head_dim=head_dim))
+    report = run(folder, n_steps=1, longest=65)
+    assert report["right"], report["first"]
+    used: set[str] = set()
+    with gpu.open_device("vulkan") as device, ModelWeights.open(folder) as weights:  # type: ignore[union-attr]
+        for context in (300, 16_384):
+            with QwenModel.load(weights, device, context=context) as model:
+                model.make_cache(context).reserve(context)
+                used |= kernels_of(model)
+    assert used - judged(report) == set(report["not_tried"])
+    turning = {name for name in used if "_turn" in name}
+    assert len(turning) == (2 if head_dim == 64 else 0)
+
+
+def kernels_of(model: QwenModel) -> set[str]:
+    """The kernels of everything that the model can record, by what the recordings note."""
+    steps = model.steps
+    recordings: list[Any] = [steps.decode(steps.config.vocab_size)]
+    recordings += [steps.prefill(n, whole=whole) for n in ROW_BUCKETS if n <= steps.max_rows for whole in (True, False)]
+    return {op.code.id for made in recordings for _, ops in made._notes.segments for op in ops if op.code}
+
+
+def test_a_prompt_is_added_for_each_kernel_that_no_case_comes_to(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(LONG)
+    monkeypatch.setattr(session, "LENGTHS", (1, 65))
+    few = run(folder, n_steps=1, longest=65)
+    names = [case["name"] for case in few["cases"]]
+    assert "prompt of 2 tokens" in names
+    assert "prompt of 8 tokens" in names
+    assert names[-1] == "1 steps after 65, full context of 16,384"
+    assert few["right"]
+    shortest = run(folder, n_steps=1, longest=1)
+    assert any("linear_gemm" in name for name in shortest["not_tried"])
 
 
 def test_weights_of_a_layer_are_read_once(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> None:

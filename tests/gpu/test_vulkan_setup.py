@@ -7,6 +7,8 @@ import hashlib
 import os
 import re
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from ctypes import sizeof
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 from tests.gpu import tiny_spirv
+from tests.gpu.conftest import PYTHONPATH
 
 from xinfer import gpu
 from xinfer.errors import DeviceError
@@ -232,8 +235,55 @@ def test_probes_read_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(_probe, "_read", lambda path: "")
     assert not _probe.is_wsl()
     assert not _probe.has_nvidia_kernel_driver()
-    monkeypatch.setenv("VK_DRIVER_FILES", f"{tmp_path}{os.pathsep}/nowhere")
-    assert _probe.missing_driver_files() == ["VK_DRIVER_FILES names /nowhere, which does not exist"]
+
+
+GOOD, LOST = '{"ICD": {"library_path": "libvulkan_lvp.so"}}', '{"ICD": {"library_path": "./gone.so"}}'
+
+
+@pytest.mark.parametrize("variable", ["VK_DRIVER_FILES", "VK_ICD_FILENAMES"])
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (None, "there is no file"),
+        ("{bad", "is not the JSON of a driver"),
+        ("[]", "names no ICD with a library_path"),
+        ('{"ICD": {"library_path": 3}}', "its library_path is 3"),
+        (LOST, "names the library ./gone.so, which does not exist"),
+    ],
+)
+def test_a_variable_that_hides_every_driver_is_named(
+    tmp_path: Path, variable: str, content: str | None, fault: str
+) -> None:
+    """By a real loader, which says that the host's memory is full, or nothing."""
+    path = tmp_path / "driver.json"
+    if content is not None:
+        path.write_text(content)
+    others = {name: value for name, value in os.environ.items() if name not in _probe.DRIVER_VARIABLES}
+    done = subprocess.run(
+        [sys.executable, "-m", "xinfer", "generate", "x", "--device", "vulkan"],
+        env={**others, variable: str(path), "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert f"{variable}={path}: " in done.stderr
+    assert fault in done.stderr
+    assert f"unset {variable} to use the drivers that are installed" in done.stderr
+    assert "memory" not in done.stderr
+
+
+def test_a_variable_that_hides_some_drivers_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in _probe.DRIVER_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    assert not any("unset" in hint for hint in vulkan._driver_hints())
+    (tmp_path / "good.json").write_text(GOOD)
+    for value in (tmp_path / "good.json", tmp_path):
+        monkeypatch.setenv("VK_DRIVER_FILES", str(value))
+        assert vulkan._driver_hints()[0].startswith(f"VK_DRIVER_FILES={value} lets Vulkan see these drivers only")
+    (tmp_path / "good.json").unlink()
+    assert vulkan._driver_hints()[0].startswith(f"VK_DRIVER_FILES={tmp_path}: the folder {tmp_path} holds no .json")
 
 
 def test_debug_without_the_layers_says_what_to_install(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:

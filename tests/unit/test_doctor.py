@@ -7,6 +7,7 @@ import getpass
 import json
 import os
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,10 +25,11 @@ from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMe
 from xinfer.gpu.api import RemovedReason
 from xinfer.gpu.null import INFO
 from xinfer.quarantine import Quarantine
+from xinfer.shaders.catalog import variants
 
 PREAMBLE = """
 import json, os, signal, sys, time
-job = json.load(sys.stdin)
+job = json.loads(sys.stdin.readline())
 def answer(**values):
     with open(job["answer"], "w") as file:
         file.write(json.dumps(values))
@@ -68,6 +70,33 @@ while True: time.sleep(1)
     assert time.monotonic() - started < 8
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_child_ends_when_its_parent_is_killed(script: Callable[[str], str], tmp_path: Path) -> None:
+    """However: by SIGKILL, too, which leaves a parent no time to end it."""
+    child = script(
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "from xinfer.doctor import isolated\n"
+        "isolated._end_with_parent()\n"
+    )
+    code = f"from xinfer.doctor import isolated\nisolated.run_isolated({child!r}, {{}}, timeout_s=60)\n"
+    source = str(Path(isolated.__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(tmp_path)])}
+    parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    number = tmp_path / "pid"
+    until(lambda: number.exists() and number.read_text() != "")
+    os.kill(int(number.read_text()), 0)
+    parent.kill()
+    parent.wait()
+    until(lambda: not Path(f"/proc/{number.read_text()}").exists())
+
+
+def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -135,6 +164,21 @@ GPU = dataclasses.replace(INFO, api="vulkan", index=0, name="Radeon RX", kind="d
 SOFTWARE = dataclasses.replace(INFO, api="vulkan", index=1, name="llvmpipe", kind="cpu", driver="mesa")
 
 
+class FakeChild:
+    """A process that has ended when it is first asked."""
+
+    seconds = 1.5
+
+    def __init__(self, end: Callable[[], Ended]) -> None:
+        self._end = end
+
+    def ended(self) -> Ended:
+        return self._end()
+
+    def kill(self) -> None:
+        raise AssertionError("it had ended")
+
+
 class Machine:
     """Adapters, and how the process of each variant ends."""
 
@@ -144,6 +188,11 @@ class Machine:
         self.opens = Ended(outcome=RIGHT, answer={"outcome": RIGHT, "memory": {"budget": 8, "used": 1, "ours": 0}})
         self.jobs: list[dict[str, Any]] = []
         self.quarantine = Quarantine(tmp_path / "quarantine.json")
+        self.at_a_time = 3
+
+    def start(self, module: str, job: dict[str, Any], *, timeout_s: float, threads: int) -> FakeChild:
+        assert threads > 0
+        return FakeChild(lambda: self.run(module, job, timeout_s=timeout_s))
 
     def run(self, _module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
         assert timeout_s > 0
@@ -164,6 +213,8 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine(tmp_path)
     monkeypatch.setattr(clinic, "run_isolated", made.run)
+    monkeypatch.setattr(clinic, "Isolated", made.start)
+    monkeypatch.setattr(clinic, "width", lambda *_: made.at_a_time)
     return made
 
 
@@ -192,16 +243,62 @@ def test_failures_go_into_quarantine_and_come_out_again(machine: Machine) -> Non
 def test_every_failure_is_written_at_once(machine: Machine) -> None:
     """The machine may not survive the next kernel."""
     machine.ends = {"rms_norm.plain": Ended(outcome=LOST, detail="gone")}
+    machine.at_a_time = 1
     run = machine.run
+    seen = []
 
     def watching(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
         if job.get("variant") == "rms_norm.wave":
-            assert machine.quarantine.variants_for(GPU) == {"rms_norm.plain"}
+            seen.append(machine.quarantine.variants_for(GPU))
         return run(module, job, timeout_s=timeout_s)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(clinic, "run_isolated", watching)
+        patch.setattr(machine, "run", watching)
         clinic.examine(only="rms_norm.*", quarantine=machine.quarantine)
+    assert seen == [{"rms_norm.plain"}]
+
+
+def test_the_report_says_how_long_and_keeps_the_order(machine: Machine) -> None:
+    names = []
+    report = clinic.examine(
+        quarantine=machine.quarantine, progress=lambda stage, done, total, current: names.append(current)
+    )
+    entries = report["adapters"][0]["variants"]
+    assert [entry["variant"] for entry in entries] == list(variants())
+    assert {entry["seconds"] for entry in entries} == {1.5}
+    assert report["seconds"] >= report["adapters"][0]["seconds"] >= 0
+    assert {"embed.f32", "argmax.pick"} < set(names)
+    assert "it took" in reporting.as_text(report)
+
+
+def test_who_fails_beside_others_is_tried_alone_and_only_then_blamed(machine: Machine) -> None:
+    """rope.plain hangs the GPU; what runs beside it is lost with it, and right by itself."""
+    runs: list[str] = []
+    alone = {"rope.plain": Ended(outcome=HUNG, detail="no end after 60 s")}
+    beside = {name: Ended(outcome=LOST, detail="gone") for name in ("rms_norm.wave", "rope.plain", "swiglu.plain")}
+
+    def run(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
+        name = job.get("variant")
+        if name is None:
+            return Machine.run(machine, module, job, timeout_s=timeout_s)
+        runs.append(name)
+        assert machine.quarantine.variants_for(GPU) <= {"rope.plain"}
+        again = runs.count(name) > 1
+        good = Ended(outcome=RIGHT, answer={"outcome": RIGHT, "ratio": 0.1, "trials": 3})
+        return (alone if again else beside).get(name, good)
+
+    machine.at_a_time = 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "run", run)
+        report = clinic.examine(only="*", quarantine=machine.quarantine)
+    (adapter,) = report["adapters"]
+    found = {entry["variant"]: entry for entry in adapter["variants"]}
+    assert found["rope.plain"]["outcome"] == HUNG
+    assert found["rms_norm.wave"]["outcome"] == found["swiglu.plain"]["outcome"] == RIGHT
+    assert found["swiglu.plain"]["beside_others"] == "lost gone"
+    assert adapter["quarantined"] == ["rope.plain"]
+    assert "ALONE      swiglu.plain: right; beside others: lost gone" in reporting.as_text(report)
+    assert sorted(name for name in set(runs) if runs.count(name) == 2) == sorted(beside)
 
 
 def test_a_fault_of_the_trial_is_told_and_blames_no_kernel(machine: Machine) -> None:

@@ -130,6 +130,7 @@ def verified(*findings: Finding, differences: tuple[Difference, ...] = ()) -> di
             debug_note="",
             messages=["error VUID: <text>"],
             cases=[Case(name="prompt of 1 token", n_prompt=1)],
+            not_tried=[],
             findings=findings,
             differences=differences,
             diagnoses=diagnoses,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from xinfer.cli.output import say
 from xinfer.errors import RequestError
 
 if TYPE_CHECKING:
-    from xinfer.llm import LLM, Progress
+    from xinfer.llm import LLM
 
 
 def resolve(model: str) -> Path:
@@ -55,10 +55,18 @@ def warn_of_software(selector: str, device_name: str, *, is_software: bool) -> N
 
 
 @contextmanager
-def progress_bars(*, quiet: bool = False) -> Iterator[Progress | None]:
-    """Bars on stderr, a stage each, for what takes longer than a second; none where stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
+def progress_bars(*, quiet: bool = False) -> Iterator[Callable[..., None] | None]:
+    """Bars on stderr, a stage each, for what takes longer than a second; a line now and then where it is no terminal.
+
+    What is yielded takes a stage, what is done, what there is to do, and perhaps what is at hand.
+    """
+    if quiet:
         yield None
+        return
+    if not sys.stderr.isatty():
+        from xinfer.progress_lines import Lines
+
+        yield Lines().update
         return
     from xinfer.progress import Bars
 

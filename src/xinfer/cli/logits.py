@@ -46,7 +46,7 @@ def logits(
         if bad.any():
             raise NumericalError(
                 f"the logits after token {int(bad.argmax())} are not finite (NaN or infinity); the weights of {model} "
-                "are damaged, or too large for this device"
+                "are damaged, or the device computed wrongly: try --device cpu"
             )
         source = loaded.device_name if loaded.device is None else f"{loaded.device_name}, KV cache in {kv_cache}"
     partial = out.parent / f".xinfer-{os.getpid()}.partial"

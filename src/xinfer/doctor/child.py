@@ -18,7 +18,7 @@ import numpy as np
 
 from xinfer import gpu
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import BROKEN, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG
+from xinfer.doctor.isolated import BROKEN, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG, read_job
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import directml
 from xinfer.gpu.api import Device
@@ -36,7 +36,7 @@ STILL_RUNS = "has not ended"  # how the backends say that a wait ran out
 
 def main() -> int:
     """The process."""
-    job = json.load(sys.stdin)
+    job = read_job()
     target = Path(job["answer"])
     if job["kind"] == "survey":
         write_answer(target, survey())
@@ -95,7 +95,7 @@ def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
         reason = device.removed_reason()
         return {"outcome": LOST, "detail": str(reason) if reason.lost else str(error)}
     except OutOfMemoryError as error:  # no fault of the kernel
-        return {"outcome": SKIPPED, "detail": str(error)}
+        return {"outcome": SKIPPED, "detail": str(error), "short": True}
     except (LookupError, TypeError, ValueError, AssertionError) as error:  # a fault of ours, not of the kernel
         return {"outcome": BROKEN, "detail": f"{type(error).__name__}: {error}"}
     except DeviceError as error:

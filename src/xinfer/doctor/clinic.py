@@ -12,7 +12,8 @@ from typing import Any
 
 from xinfer._version import __version__
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import BROKEN, FAILURES, RIGHT, Ended, run_isolated
+from xinfer.doctor.isolated import BROKEN, FAILURES, RIGHT, Isolated, run_isolated
+from xinfer.doctor.rounds import Round, Tried, cores, width
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
 from xinfer.quarantine import Quarantine
@@ -20,12 +21,13 @@ from xinfer.shaders.catalog import variants
 
 CHILD = "xinfer.doctor.child"
 SURVEY_S = 60.0
-LIMIT_S = 60.0  # of a variant's process: on a GPU it takes a second or two
+LIMIT_S = 60.0  # of a variant's process: on a GPU it takes a few seconds
+CHILD_BYTES = 2 << 30  # of memory that a process may take, and a tenth of it where shapes are scaled down
 LIMIT_SOFTWARE_S = 300.0
 DEEP_FACTOR = 5
 REPORTED_PACKAGES = ("numpy", "ml-dtypes", "safetensors", "onnxruntime", "onnxruntime-directml")
 
-Progress = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int, str], None]
 
 
 def examine(
@@ -45,7 +47,7 @@ def examine(
         only: a pattern of variant ids, such as "linear_gemv.*"; None tries all.
         limit_s: seconds for each variant's process.
         quarantine: where failures are put, and lifted from; None: the user's own.
-        progress: called with "doctor", variants tried and variants in all.
+        progress: called with "doctor", variants tried, variants in all and the one that is being tried.
 
     Raises:
         DeviceError: `device` fits no adapter, or the quarantine cannot be written.
@@ -55,6 +57,7 @@ def examine(
     names = [name for name in variants() if only is None or fnmatch.fnmatchcase(name, only)]
     if not names:
         raise RequestError(f"--only {only!r} fits no kernel variant; expected a pattern such as 'linear_gemv.*'")
+    started = time.monotonic()
     found = run_isolated(CHILD, {"kind": "survey"}, timeout_s=SURVEY_S)
     answer = found.answer or {}
     infos = [device_info(entry) for entry in answer.get("devices", [])]
@@ -62,11 +65,11 @@ def examine(
     total, done, adapters = len(names) * len(chosen), 0, []
     for info in chosen:
 
-        def tried(count: int, before: int = done) -> None:
+        def tick(count: int, current: str, before: int = done) -> None:
             if progress is not None:
-                progress("doctor", before + count, total)
+                progress("doctor", before + count, total, current)
 
-        adapters.append(_examine_adapter(info, names, deep, limit_s, quarantine, tried))
+        adapters.append(_examine_adapter(info, names, deep, limit_s, quarantine, tick))
         done += len(names)
     directml = run_isolated(CHILD, {"kind": "directml"}, timeout_s=LIMIT_S) if only is None else None
     return {
@@ -82,6 +85,7 @@ def examine(
         if directml is None
         else {"outcome": directml.outcome, "detail": directml.detail}
         | ({"provider": directml.answer.get("provider")} if directml.answer else {}),
+        "seconds": round(time.monotonic() - started, 1),
         "right": found.outcome == RIGHT and all(adapter["right"] for adapter in adapters),
     }
 
@@ -92,9 +96,9 @@ def _examine_adapter(
     deep: bool,
     limit_s: float | None,
     quarantine: Quarantine,
-    tried: Callable[[int], None],
+    tick: Callable[[int, str], None],
 ) -> dict[str, Any]:
-    selector = f"{info.api}:{info.index}"
+    started, selector = time.monotonic(), f"{info.api}:{info.index}"
     software = info.kind == "cpu"
     scale = (menu.USUAL if deep else menu.SCALED_DOWN) if software else (menu.DEEP if deep else menu.USUAL)
     limit = limit_s or (LIMIT_SOFTWARE_S if software else LIMIT_S) * (DEEP_FACTOR if deep else 1)
@@ -105,37 +109,55 @@ def _examine_adapter(
     report["memory"] = (opened.answer or {}).get("memory")
     before = quarantine.variants_for(info)
     if opened.outcome == RIGHT:  # else no kernel is to blame
-        for count, name in enumerate(names):
-            tried(count)
-            report["variants"].append(_try_variant(info, selector, name, scale, limit, quarantine))
-        tried(len(names))
+        report["variants"] = _try_variants(info, names, scale, limit, quarantine, tick)
     after = quarantine.variants_for(info)
     report["quarantined"], report["lifted"] = sorted(after), sorted(before - after)
     failed = [entry for entry in report["variants"] if entry["outcome"] in (*FAILURES, BROKEN)]
     report["right"] = opened.outcome == RIGHT and not failed
+    report["seconds"] = round(time.monotonic() - started, 1)
     return report
 
 
-def _try_variant(
-    info: DeviceInfo, selector: str, name: str, scale: menu.Scale, limit_s: float, quarantine: Quarantine
-) -> dict[str, Any]:
-    """One variant; what is learned goes into the quarantine at once, as the machine may not survive the next."""
-    started = time.perf_counter()
-    job = {"kind": "variant", "device": selector, "variant": name, "scale": scale.name, "timeout_s": 0.8 * limit_s}
-    ended: Ended = run_isolated(CHILD, job, timeout_s=limit_s)
-    if ended.outcome in FAILURES:
-        quarantine.add(info, name, ended.outcome, ended.detail)
-    elif ended.outcome == RIGHT:
-        quarantine.lift(info, [name])
-    answer = ended.answer or {}
-    return {
-        "variant": name,
-        "outcome": ended.outcome,
-        "detail": ended.detail,
-        "ratio": answer.get("ratio"),
-        "trials": answer.get("trials"),
-        "seconds": round(time.perf_counter() - started, 2),
-    }
+def _try_variants(
+    info: DeviceInfo,
+    names: Sequence[str],
+    scale: menu.Scale,
+    limit_s: float,
+    quarantine: Quarantine,
+    tick: Callable[[int, str], None],
+) -> list[dict[str, Any]]:
+    """Each variant's entry, in order, whichever ended first.
+
+    What is learned goes into the quarantine at once, as the machine may not survive the next.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    at_a_time = width(info.heap_bytes, CHILD_BYTES // (10 if scale is menu.SCALED_DOWN else 1))
+    threads = max(1, cores() // at_a_time)
+
+    def start(name: str) -> Isolated:
+        job = {"kind": "variant", "device": f"{info.api}:{info.index}", "variant": name, "scale": scale.name}
+        return Isolated(CHILD, {**job, "timeout_s": 0.8 * limit_s}, timeout_s=limit_s, threads=threads)
+
+    def settle(tried: Tried) -> None:
+        outcome, detail = tried.ended.outcome, tried.ended.detail
+        if outcome in FAILURES:
+            quarantine.add(info, tried.name, outcome, detail)
+        elif outcome == RIGHT:
+            quarantine.lift(info, [tried.name])
+        answer = tried.ended.answer or {}
+        found[tried.name] = {
+            "variant": tried.name,
+            "outcome": outcome,
+            "detail": detail,
+            "ratio": answer.get("ratio"),
+            "trials": answer.get("trials"),
+            "seconds": tried.seconds,
+            "beside_others": None if tried.beside is None else f"{tried.beside.outcome} {tried.beside.detail}".rstrip(),
+        }
+
+    Round(start=start, at_a_time=at_a_time, settle=settle, tick=tick).run(names)
+    tick(len(names), "")
+    return [found[name] for name in names]
 
 
 def choose(infos: Sequence[DeviceInfo], device: str | None) -> list[DeviceInfo]:

@@ -8,8 +8,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 RIGHT, WRONG, HUNG, LOST, CRASHED, REFUSED, SKIPPED, BROKEN = (
@@ -17,6 +20,9 @@ RIGHT, WRONG, HUNG, LOST, CRASHED, REFUSED, SKIPPED, BROKEN = (
     *("crashed", "refused", "skipped", "broken"),
 )
 FAILURES = (WRONG, HUNG, LOST, CRASHED, REFUSED)  # a kernel's; "broken" is a fault of the trial itself
+POLL_S = 0.01
+ORPHANED = 75  # a child's exit status when its parent has gone
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 KILL_WAIT_S = 5.0  # for a killed process to go; one that sits in its driver may never
 WINDOWS_CODES = {
     0xC0000005: "access violation",
@@ -37,32 +43,95 @@ class Ended:
     answer: dict[str, Any] | None = None  # what it printed
 
 
-def run_isolated(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
-    """Run `python -m module` with a job on stdin; it answers with one JSON object in a file.
+class Isolated:
+    """`python -m module` at a job, which it reads from stdin; it answers with one JSON object in a file.
 
-    Drivers print what they like to stdout and stderr: neither is listened to, but for the last line of stderr.
+    Drivers print what they like to stdout and stderr: neither is listened to, but for the last line of stderr. Stdin
+    stays open for as long as we live: a child whose parent was killed reads its end (`read_job`).
     """
-    with tempfile.TemporaryDirectory(prefix="xinfer-doctor-", ignore_cleanup_errors=True) as folder:
-        target = Path(folder) / "answer.json"
-        with (Path(folder) / "stderr").open("w+b") as errors:
-            process = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
-                [sys.executable, "-m", module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-                env=_environment(),
-            )
-            try:
-                process.communicate(json.dumps({**job, "answer": str(target)}).encode(), timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                _kill(process)
-                return Ended(outcome=HUNG, detail=f"no end after {timeout_s:.0f} s")
-            except BaseException:  # Ctrl-C: leave nothing behind
-                _kill(process)
-                raise
-            errors.seek(0)
-            said = errors.read().decode(errors="replace").strip().splitlines()
-        return _ended(process.returncode, target, said[-1] if said else "")
+
+    def __init__(self, module: str, job: dict[str, Any], *, timeout_s: float, threads: int | None = None) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="xinfer-doctor-", ignore_cleanup_errors=True)
+        self._target = Path(self._folder.name) / "answer.json"
+        self._errors = Path(self._folder.name) / "stderr"
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+        try:
+            with self._errors.open("wb") as errors:
+                self._process = subprocess.Popen(  # noqa: S603  # our own module, by our own interpreter
+                    [sys.executable, "-m", module],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env=_environment(threads),
+                    start_new_session=True,  # Ctrl-C is for us: a child that it ended would look as if it had crashed
+                    creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),
+                )
+        except BaseException:
+            self._folder.cleanup()
+            raise
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it is gone already: how it ended says more
+            self._process.stdin.write(json.dumps({**job, "answer": str(self._target)}).encode() + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._started
+
+    def ended(self) -> Ended | None:
+        """How it ended, once; None while it runs and has time left. One whose time is over is killed."""
+        code = self._process.poll()
+        if code is None:
+            if self.seconds < self._timeout_s:
+                return None
+            self.kill()
+            return Ended(outcome=HUNG, detail=f"no end after {self._timeout_s:.0f} s")
+        said = self._errors.read_bytes().decode(errors="replace").strip().splitlines()
+        ended = _ended(code, self._target, said[-1] if said else "")
+        self._clean()
+        return ended
+
+    def kill(self) -> None:
+        """End it, whatever it does, and leave nothing of it behind."""
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):  # else it goes when its driver lets it
+            self._process.wait(KILL_WAIT_S)
+        self._clean()
+
+    def _clean(self) -> None:
+        with suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        self._folder.cleanup()
+
+
+def run_isolated(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended:
+    """Run one `Isolated` to its end."""
+    child = Isolated(module, job, timeout_s=timeout_s)
+    try:
+        while (ended := child.ended()) is None:
+            time.sleep(POLL_S)
+    except BaseException:  # Ctrl-C: leave nothing behind
+        child.kill()
+        raise
+    return ended
+
+
+def read_job() -> dict[str, Any]:
+    """In the child: the job. From then on it ends when its parent does, however that was ended."""
+    job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    Thread(target=_end_with_parent, daemon=True).start()
+    return job
+
+
+def _end_with_parent() -> None:
+    # Nothing more comes: it ends when nobody holds the other end any more. Not through sys.stdin, whose lock an exiting
+    # interpreter wants.
+    with suppress(OSError):
+        os.read(0, 1)
+    os._exit(ORPHANED)
 
 
 def _ended(code: int, target: Path, said: str) -> Ended:
@@ -96,16 +165,12 @@ def _read(target: Path) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) and "outcome" in answer else None
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with this very package first: a child must not find another xinfer, nor print a crash report of its own."""
+def _environment(threads: int | None) -> dict[str, str]:
+    """Ours, with this very package first: a child must not find another xinfer, nor print a crash report of its own.
+
+    `threads` are NumPy's, unless the user has said how many.
+    """
     source = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": ""}
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    try:
-        process.wait(KILL_WAIT_S)
-    except subprocess.TimeoutExpired:
-        return  # it goes when its driver lets it
+    given = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
+    return {**given, **os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": ""}

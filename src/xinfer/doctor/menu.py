@@ -26,8 +26,10 @@ from xinfer.trials.rows import AddTrial, EmbedTrial, NormTrial, RopeTrial, Swigl
 EPS = 1e-6
 FORMAT_NAMES: dict[int, ops.Format] = {0: "f32", 1: "f16", 2: "bf16"}
 ROWS_OF_ITS_OWN = (
-    509  # of a random matrix; further rows repeat them: making random numbers takes longer than the product
+    509  # of a matrix; further rows repeat them, as making and multiplying them would take most of the time
 )
+HEAD_FROM = 50_000  # rows of weights: a vocabulary
+HEAD_ROWS = 17  # of activations that a whole vocabulary is multiplied with: a head seldom sees more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +84,10 @@ def trials_for(variant: Variant, scale: Scale) -> Iterator[Trial]:
 def _embed(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
     form = _format(variant)
     for model in MODELS[:2]:
-        table = _weights(rng, min(model.vocab, scale.vocab), model.hidden, form)
-        tokens = rng.integers(0, len(table), 9)
-        tokens[:2] = 0, len(table) - 1
-        yield EmbedTrial(tokens=tokens, table=table, format=form)
+        vocab = min(model.vocab, scale.vocab)
+        tokens = rng.integers(0, vocab, 9)
+        tokens[:2] = 0, vocab - 1
+        yield EmbedTrial(tokens=tokens, table=_weights(rng, vocab, model.hidden, form), format=form, rows=vocab)
     yield EmbedTrial(tokens=np.array([2, 0, 1]), table=_weights(rng, 3, 37, form), format=form)
 
 
@@ -139,6 +141,8 @@ def _linear(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterato
         n = most if number % 2 else most // 2 + 1
         if number == 0 and variant.op == "linear_gemm":
             n = 5  # with K=64 and N=32
+        if rows > HEAD_FROM:
+            n = min(n, HEAD_ROWS)
         x = _normal(rng, n, columns)
         if number % 2 and norm:
             x *= np.float32(1e-3)  # where eps matters
@@ -151,6 +155,7 @@ def _linear(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterato
             before=_normal(rng, n, rows) if plain and number % 2 else None,
             norm=(_normal(rng, columns), EPS) if norm else None,
             up=_weights(rng, rows, columns, form) if gated else None,
+            rows=rows,
         )
 
 
@@ -241,8 +246,8 @@ def _normal(rng: np.random.Generator, *shape: int) -> Array:
 
 
 def _weights(rng: np.random.Generator, rows: int, columns: int, form: ops.Format) -> NDArray[Any]:
-    own = rng.standard_normal((min(rows, ROWS_OF_ITS_OWN), columns), np.float32).astype(DTYPES[form])
-    return np.resize(own, (rows, columns))
+    """The rows of its own that a matrix of so many rows has."""
+    return rng.standard_normal((min(rows, ROWS_OF_ITS_OWN), columns), np.float32).astype(DTYPES[form])
 
 
 def _tables(n_positions: int, dim: int) -> tuple[Array, Array]:

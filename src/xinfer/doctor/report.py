@@ -65,6 +65,7 @@ def as_text(report: dict[str, Any]) -> str:
         provider = report["directml"].get("provider")
         what = f"DirectML ({provider})" if provider else "DirectML"
         lines += ["", f"{what}: {report['directml']['outcome']} {report['directml']['detail']}".rstrip()]
+    lines += ["", f"it took {report['seconds']:,.0f} s"]
     return "\n".join(lines)
 
 
@@ -87,9 +88,11 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
         return [*lines, f"  it cannot be opened: {adapter['opened']['outcome']} {adapter['opened']['detail']}"]
     counts = Counter(entry["outcome"] for entry in adapter["variants"])
     summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-    lines.append(f"  kernels    {summary} ({adapter['scale']})")
+    lines.append(f"  kernels    {summary} ({adapter['scale']}; {adapter['seconds']:,.0f} s)")
     failed = [entry for entry in adapter["variants"] if entry["outcome"] in (*FAILURES, BROKEN)]
     lines += [f"  {entry['outcome'].upper():<9}  {entry['variant']}: {entry['detail']}" for entry in failed]
+    unsteady = [entry for entry in adapter["variants"] if entry["beside_others"] and entry not in failed]
+    lines += [f"  ALONE      {e['variant']}: {e['outcome']}; beside others: {e['beside_others']}" for e in unsteady]
     if adapter["quarantined"]:
         lines.append(f"  quarantine {', '.join(adapter['quarantined'])}: other kernels are used in their place")
     if adapter["lifted"]:

@@ -11,11 +11,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from xinfer.errors import DeviceHungError, Loss
 from xinfer.gpu._checks import check_transfer
-from xinfer.gpu.api import Bindable, BufferSlice, Bytes, MemoryStatus, Ticket
+from xinfer.gpu.api import Bindable, BufferSlice, Bytes, DeviceInfo, MemoryStatus, Ticket
 from xinfer.gpu.native import copy_bytes
 
 CHUNK = 16 << 20
-CHUNKS = 4
+# At most, each made when all the others are in use: for threads that fill one each, and some on their way.
+CHUNKS = 20
+FEW_CHUNKS = 4  # where staging takes of the device's own memory; and what stays once every upload has been waited for
 SMALL = 256 << 10  # smaller uploads share a chunk and one submission
 TIMEOUT_S = 60.0
 
@@ -23,8 +25,11 @@ TIMEOUT_S = 60.0
 class StagingChunk(Protocol):
     """Mapped memory with commands to copy out of it or into it."""
 
-    buffer: Any  # the backend's own
     used: int  # bytes of it that are to be copied
+
+    @property
+    def buffer(self) -> Any:
+        """The backend's own, made when it is first needed: not where the bytes lie in mapped memory already."""
 
     def begin(self) -> None:
         """Start to record; its last submission has ended."""
@@ -42,7 +47,8 @@ C = TypeVar("C", bound=StagingChunk)
 class Staging(ABC, Generic[C]):
     """Moves bytes between the host and device memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, info: DeviceInfo) -> None:
+        self.most = CHUNKS if info.kind == "discrete" else FEW_CHUNKS
         self._lock = threading.RLock()  # guards what follows
         self._room = threading.Condition(self._lock)
         self._chunks = 0
@@ -57,6 +63,10 @@ class Staging(ABC, Generic[C]):
     @abstractmethod
     def _submit(self, chunk: C) -> None:
         """Send its copies off."""
+
+    @abstractmethod
+    def _ended(self, chunk: C) -> bool:
+        """Whether its last submission has ended."""
 
     @abstractmethod
     def _wait(self, chunk: C, what: str) -> None:
@@ -180,10 +190,10 @@ class Staging(ABC, Generic[C]):
             self._give(chunk)
 
     def _take(self) -> C:
-        """A chunk that no work in flight uses; waits for one."""
+        """A chunk that no work in flight uses: an idle one, else a new one, else the first to become idle."""
         with self._room:
-            while not self._idle:
-                if self._chunks < CHUNKS:
+            while not (self._idle and (self._chunks >= self.most or self._ended(self._idle[0]))):
+                if self._chunks < self.most:
                     chunk = self._make(f"staging {self._chunks}")
                     self._chunks += 1
                     return chunk
@@ -200,6 +210,13 @@ class Staging(ABC, Generic[C]):
             self._give(chunk)
             raise
         return chunk
+
+    def trim(self) -> None:
+        """Give back what a large upload took, once it has been waited for."""
+        with self._lock:
+            while self._chunks > FEW_CHUNKS and self._idle and self._ended(self._idle[0]):
+                self._idle.popleft().release()
+                self._chunks -= 1
 
     def _give(self, chunk: C) -> None:
         with self._room:
@@ -267,6 +284,7 @@ class StagingDevice:
         """Block until every upload has arrived."""
         self.core.ensure_usable()
         self._transfers.flush(timeout_s)
+        self._transfers.trim()
 
     def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
         """Read device memory after everything submitted before."""

@@ -152,6 +152,9 @@ class Buffer(Protocol):
     def read(self, offset: int = 0, size: int | None = None) -> bytes:
         """Read a mapped buffer; it holds what the work that has been waited for wrote."""
 
+    def view(self, offset: int, size: int) -> memoryview:
+        """The bytes of a mapped buffer themselves; whoever asks lets the view go before the buffer."""
+
     def release(self) -> None:
         """Give the memory back, after the work in flight that uses it; may be called twice."""
 

@@ -93,6 +93,11 @@ class NullBuffer:
         part = BufferSlice(self, offset, self.size - offset if size is None else size)
         return bytes(self.bytes[part.offset : part.offset + part.size])
 
+    def view(self, offset: int, size: int) -> memoryview:
+        """The bytes of a mapped buffer themselves."""
+        self._require_mapped()
+        return view_of(BufferSlice(self, offset, size))
+
     def release(self) -> None:
         """Give it back; may be called twice."""
         if not self.released:

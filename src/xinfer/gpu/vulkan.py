@@ -328,7 +328,9 @@ def diagnose() -> list[str]:
     try:
         devices = list_devices()
     except DeviceError as error:
-        return [f"the Vulkan loader shows no driver ({error})", *_driver_hints()]
+        # What the loader says of a file that it cannot use, memory that is full, would only mislead.
+        said = [] if _probe.driver_file_faults() else [f"the Vulkan loader shows no driver ({error})"]
+        return [*said, *_driver_hints()]
     if any(device.kind != "cpu" for device in devices):
         return []
     if not devices:
@@ -338,7 +340,10 @@ def diagnose() -> list[str]:
 
 
 def _driver_hints() -> list[str]:
-    hints = _probe.missing_driver_files()
+    hints = _probe.driver_file_faults() or [
+        f"{name}={value} lets Vulkan see these drivers only; unset it to use all that are installed"
+        for name, value in _probe.driver_variables()
+    ]
     if _probe.is_wsl():
         hints.append(
             "this is WSL: Vulkan needs Mesa's dzn driver there (mesa-vulkan-drivers) and an up-to-date Windows driver; "

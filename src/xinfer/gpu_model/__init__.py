@@ -1,7 +1,7 @@
 """A Qwen2 on a device: `QwenModel` is what the engine runs.
 
-`weights` says where every tensor lies and uploads it, `forward` records the network's ops, `model` keeps the
-recordings, feeds them and reads what comes out, `canary` notices a device that lost its memory and says nothing.
+`layout` says where every tensor lies, `loading` reads it there, `weights` keeps it, `forward` records the ops, `model`
+feeds the recordings and reads what comes out, `canary` notices a device that lost its memory and says nothing.
 """
 
 from xinfer.gpu_model.canary import Canary, canary_ids

@@ -18,9 +18,11 @@ from xinfer.errors import DeviceError, NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
+from xinfer.gpu_model.layout import Split, WeightsLayout
+from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan, Mode, cache_shape, choose_plan, max_rows
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
-from xinfer.gpu_model.weights import DeviceWeights, Progress, Split, WeightsLayout
+from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.tokens import checked_ids
@@ -32,6 +34,9 @@ KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 
 FIRST_CHUNK = 8  # rows of the first chunk, which is timed
 FIRST_WHOLE_CHUNK = 32  # of a sequence of which all logits are wanted
+F16_MOST = 65_504
+TURN_MOST = 2**0.5  # what rope can make of a number
+CACHED = frozenset({"k", "k_rope", "v"})  # taps of what a layer caches
 CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Windows) to 10 s (Linux)
 
 
@@ -287,11 +292,12 @@ class QwenModel:
         What stands there first may be attention over keys and values that went bad long before: then the whole sequence
         is run again.
         """
-        where = self._first_bad(ids, cache)
+        where, cached = self._first_bad(ids, cache)
         if where is not None and where.endswith(".attn") and cache.length:
             again = self.make_cache(cache.length + len(ids))
             again.reserve(cache.length + len(ids))
-            where = self._first_bad([*cache.ids, *ids], again) or where
+            found, cached = self._first_bad([*cache.ids, *ids], again)
+            where = found or where
         position = f"near position {cache.length + len(ids) - 1} (token {ids[-1]})"
         if where is None:
             raise NumericalError(
@@ -300,9 +306,14 @@ class QwenModel:
             )
         layer, _, op = where.rpartition(".")
         place = f"op {op} of layer {layer.removeprefix('layers.')}" if layer else f"op {op}"
+        why = "the weights may be damaged, or the device computed wrongly: try --device cpu (device='cpu')"
+        if where.endswith(".attn") and cached > F16_MOST / TURN_MOST and self._steps.network().cache(0).format == "f16":
+            why = (
+                f"keys or values reach {cached:,.0f}, and an f16 cache holds {F16_MOST:,} at most: use --kv-cache f32 "
+                "(kv_cache='f32')"
+            )
         raise NumericalError(
-            f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; the weights may "
-            "be damaged, or the device computed wrongly: try device='cpu'"
+            f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; {why}"
         )
 
     def _extend(self, ids: list[int], cache: KVCache) -> None:
@@ -381,21 +392,27 @@ class QwenModel:
             cache.append(chunk, rows=len(chunk))
         return logits[-1:] if last_only else logits
 
-    def _first_bad(self, ids: list[int], cache: KVCache) -> str | None:
-        """The first tap with a NaN or an infinity. The cache's length stays."""
-        length = cache.length
+    def _first_bad(self, ids: list[int], cache: KVCache) -> tuple[str | None, float]:
+        """The first tap with a NaN or an infinity, and the largest number that its layer had to cache.
+
+        The cache's length stays.
+        """
+        length, largest = cache.length, dict[str, float]()
 
         def look(name: str, values: Array) -> None:
             if not np.isfinite(values).all():
                 raise _FoundError(name)
+            layer, _, what = name.rpartition(".")
+            if what in CACHED:
+                largest[layer] = max(largest.get(layer, 0.0), float(np.abs(values).max(initial=0)))
 
         try:
             self._tapped(ids, cache, last_only=True, tap=look)
         except _FoundError as found:
-            return str(found)
+            return str(found), largest.get(str(found).rpartition(".")[0], 0.0)
         finally:
             cache.truncate(length)
-        return None
+        return None, 0.0
 
 
 class _FoundError(Exception):

@@ -216,7 +216,8 @@ def round_weights(stored: NDArray[Any], name: str, round_to: RoundTo | None) -> 
         limit = {"float16": 65504.0, "bfloat16": 3.3895e38}[round_to]
         raise WeightsError(
             f"{name} holds {float(wide[overflow][0]):g}, but {round_to} reaches only {limit:g}: "
-            f"use {'bfloat16' if round_to == 'float16' else 'float32'} for this checkpoint"
+            f"store this checkpoint in {'bfloat16' if round_to == 'float16' else 'float32'}, or run it as it is with "
+            "--device cpu (device='cpu')"
         )
     return rounded
 

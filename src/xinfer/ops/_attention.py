@@ -63,8 +63,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each.
 
-    With `turn`, each row the newest of its sequence, a kernel may be chosen that does rope and kv_append as well. Without
-    `exact`, matrix cores may take weights as f16.
+    With `turn`, each row the newest of its sequence, a kernel may be chosen that does rope and kv_append as well.
+    Without `exact`, matrix cores may take weights as f16.
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")

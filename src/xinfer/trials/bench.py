@@ -94,13 +94,7 @@ class Bench:
 
     def put(self, array: NDArray[Any]) -> BufferSlice:
         """Upload an input; NaN lies behind it, within the binding."""
-        data = np.ascontiguousarray(array).tobytes()
-        data += b"\0" * (-len(data) % 4)
-        spare = np.full(16, np.nan, np.float32).tobytes()
-        data += spare + spare[: -(len(data) + len(spare)) % 16]
-        buffer = self._buffer(len(data))
-        self.device.upload(buffer, data)
-        return buffer[0 : buffer.size]
+        return self._put([_bytes_of(array)])
 
     def put_rows(self, array: Array) -> Rows:
         """Upload activations (T, width), rows a little apart with NaN between them where alignment allows it."""
@@ -110,17 +104,22 @@ class Bench:
         flat[:, :width] = array
         return Rows(place=self.put(flat), n=n, width=width, stride=stride)
 
-    def put_matrix(self, weights: NDArray[Any], weight_format: ops.Format) -> Matrix:
-        """Upload a matrix (rows, columns) of values that the format has, in slices that a binding can span."""
-        n_rows, columns = weights.shape
+    def put_matrix(self, weights: NDArray[Any], weight_format: ops.Format, *, rows: int | None = None) -> Matrix:
+        """Upload a matrix (rows, columns) of values that the format has, in slices that a binding can span.
+
+        Of `rows` rows, where given: those of `weights`, over and over.
+        """
+        own, columns = weights.shape
+        n_rows = own if rows is None else rows
         stride = ops.row_stride(columns, weight_format)
         dtype = DTYPES[weight_format]
-        stored = np.zeros((n_rows, stride // dtype.itemsize), dtype)
+        stored = np.zeros((own, stride // dtype.itemsize), dtype)
         stored[:, :columns] = weights
         most = max(1, (self.device.info.max_storage_range - 256) // stride // 16 * 16)
         slices = tuple(
-            MatrixSlice(self.put(stored[first : first + most]), first, min(most, n_rows - first))
+            MatrixSlice(self._put(_repeated(stored, first, last)), first, last - first)
             for first in range(0, n_rows, most)
+            for last in (min(first + most, n_rows),)
         )
         return Matrix(rows=n_rows, columns=columns, format=weight_format, row_stride=stride, slices=slices)
 
@@ -132,7 +131,7 @@ class Bench:
         body = data[GUARD_BYTES // 4 : -GUARD_BYTES // 4].view(dtype)[:size]
         body[:] = fill.ravel() if fill is not None else np.frombuffer(b"\xff\xff\xff\x7f", dtype)[0]
         buffer = self._buffer(data.nbytes)
-        self.device.upload(buffer, data.tobytes())
+        self.device.upload(buffer, data.data)
         return Output(self, buffer, shape, dtype)
 
     def states(self, rows: Sequence[RowState]) -> BufferSlice:
@@ -163,6 +162,31 @@ class Bench:
     ) -> None:
         self.release()
 
+    def _put(self, parts: Sequence[NDArray[np.uint8]]) -> BufferSlice:
+        """Upload bytes, one part behind the other, and the NaN behind them, with one copy on the host."""
+        size = sum(part.nbytes for part in parts)
+        spare = np.full(20, np.nan, np.float32).view(np.uint8)
+        to_word, tail = -size % 4, 64 + -(size + -size % 4) % 16
+        data = np.concatenate([*parts, np.zeros(to_word, np.uint8), spare[:tail]])
+        buffer = self._buffer(data.nbytes)
+        self.device.upload(buffer, data.data)
+        return buffer[0 : buffer.size]
+
     def _buffer(self, size: int) -> Buffer:
         self._buffers.append(self.device.create_buffer(size, "device", f"trial {len(self._buffers)}"))
         return self._buffers[-1]
+
+
+def _bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _repeated(block: NDArray[Any], first: int, last: int) -> list[NDArray[np.uint8]]:
+    """Rows `first` to `last` of a block's rows, over and over."""
+    parts = []
+    while first < last:
+        begin = first % len(block)
+        end = min(len(block), begin + last - first)
+        parts.append(_bytes_of(block[begin:end]))
+        first += end - begin
+    return parts

@@ -27,9 +27,13 @@ F16_LEAST = 2.0**-25  # and the largest error where f16 is subnormal
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A matrix (rows, columns) in float32, with the length of each row."""
+    """A matrix (rows, columns) in float32, with the length of each row.
+
+    Where `rows` is given it has so many: those of `values`, over and over, each of which is multiplied once.
+    """
 
     values: Array
+    rows: int | None = None
     lengths: Array = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,6 +43,12 @@ class Weights:
     def columns(self) -> int:
         """What a product with it sums over."""
         return int(self.values.shape[1])
+
+    def whole(self, product: Array) -> Array:
+        """What was computed for each row of `values`, (..., len(values)), for every row: (..., rows)."""
+        if self.rows is None or self.rows == len(self.values):
+            return product
+        return np.take(product, np.arange(self.rows) % len(self.values), axis=-1)
 
 
 def sum_units(n: int) -> float:
@@ -59,8 +69,10 @@ def rms_norm(x: Array, weight: Array, *, eps: float) -> Expected:
 
 def linear(x: Array, w: Weights, *, bias: Array | None = None, before: Array | None = None) -> Expected:
     """The product of x (T, columns) -> (T, rows); `before` is what it is added to."""
-    values = reference.linear(x, w.values, bias)
-    magnitude = np.multiply.outer(np.linalg.norm(x, axis=1), w.lengths)  # (T, rows)
+    values = w.whole(reference.linear(x, w.values))
+    magnitude = w.whole(np.multiply.outer(np.linalg.norm(x, axis=1), w.lengths))  # (T, rows)
+    if bias is not None:
+        values += bias
     for added in (bias, before):
         if added is not None:
             magnitude += np.abs(added)
@@ -144,7 +156,7 @@ def attention(
     tolerance = 2 * np.repeat(relative, dim, axis=1) * mixed
     if half_weights:
         total = np.repeat(np.abs(v).sum(axis=0), n_heads // k.shape[1], axis=0).reshape(1, -1)
-        tolerance = tolerance + 2.0**-11 * mixed + 2.0**-25 * total
+        tolerance = np.asarray(tolerance + 2.0**-11 * mixed + 2.0**-25 * total, np.float32)
     return Expected(values, np.asarray(tolerance, np.float32))
 
 

@@ -23,7 +23,7 @@ class LinearTrial:
     """x (T, columns) times w (rows, columns), values that the format has, in one of the forms that the network uses.
 
     `norm` (weight, eps) normalizes x first; `up`, a second matrix, makes it silu(x @ w^T) * (x @ up^T); `bias` (rows,)
-    and `before` (T, rows), the residual, are added.
+    and `before` (T, rows), the residual, are added. Where `rows` is given a matrix has so many: its own, over and over.
     """
 
     x: Array
@@ -33,6 +33,7 @@ class LinearTrial:
     before: Array | None = None
     norm: tuple[Array, float] | None = None
     up: NDArray[Any] | None = None
+    rows: int | None = None
 
     @property
     def op(self) -> str:
@@ -43,7 +44,12 @@ class LinearTrial:
     @property
     def shape(self) -> str:
         """Its sizes."""
-        return f"{self.x.shape[0]} x {self.x.shape[1]} by {self.w.shape[0]} {self.format}"
+        return f"{self.x.shape[0]} x {self.x.shape[1]} by {self.n_rows} {self.format}"
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the matrix, of which each row of the result has a number."""
+        return len(self.w) if self.rows is None else self.rows
 
     def fits(self, variant: Variant) -> bool:
         """Of GEMV and GEMM, those whose form, format and room fit."""
@@ -63,11 +69,11 @@ class LinearTrial:
         """Against the reference's functions on the same weights."""
         chosen = variants()[variant]
         bias = None if self.bias is None else bench.put(self.bias)
-        out = bench.out(len(self.x), len(self.w), fill=self.before)
+        out = bench.out(len(self.x), self.n_rows, fill=self.before)
         if "halves" in chosen.buffers:
             return self._run_packed(bench, chosen, bias, out.rows(), out.read)
-        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format)
-        up = None if self.up is None else bench.put_matrix(self.up, self.format)
+        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format, rows=self.rows)
+        up = None if self.up is None else bench.put_matrix(self.up, self.format, rows=self.rows)
         norm = None if self.norm is None else (bench.put(self.norm[0]), self.norm[1])
         named: dict[str, Any] = {"label": "trial", "variant": variant}
 
@@ -84,18 +90,21 @@ class LinearTrial:
 
     def expected(self) -> Expected:
         """What the reference makes of it."""
-        w = Weights(self.w.astype(np.float32))
+        w = self._weights(self.w)
         if self.up is not None:
-            return expected.gate_up(self.x, w, Weights(self.up.astype(np.float32)), norm=self.norm)
+            return expected.gate_up(self.x, w, self._weights(self.up), norm=self.norm)
         if self.norm is not None:
             return expected.norm_linear(self.x, self.norm[0], w, eps=self.norm[1], bias=self.bias)
         return expected.linear(self.x, w, bias=self.bias, before=self.before)
+
+    def _weights(self, values: NDArray[Any]) -> Weights:
+        return Weights(values.astype(np.float32), self.rows)
 
     def _run_packed(self, bench: Bench, variant: Variant, bias: Any, out: Rows, read: Any) -> list[Check]:
         """On matrix cores: the product is judged by what was packed, as pack_rows has a trial of its own."""
         n, width = self.x.shape
         exact = bool(variant.define("SPLIT"))
-        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format)
+        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format, rows=self.rows)
         place = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
         packed = PackedRows(place.place, n, width, exact)
 
@@ -107,7 +116,7 @@ class LinearTrial:
 
         bench.run(record)
         given = unpack(place.read(), packed)
-        wanted = expected.linear(given, Weights(self.w.astype(np.float32)), bias=self.bias, before=self.before)
+        wanted = expected.linear(given, self._weights(self.w), bias=self.bias, before=self.before)
         return [Check(variant.id, "product", read(), wanted)]
 
 
@@ -137,7 +146,7 @@ class PackTrial:
     def run(self, bench: Bench, variant: str) -> list[Check]:
         """The halves' sum must be what is to be packed, to 22 or 11 bits of a row's largest value; padding is 0."""
         x, place = bench.put_rows(self.x), bench.out(ops.packed_bytes(*self.x.shape, exact=self.exact) // 4)
-        packed = PackedRows(place.place, *self.x.shape, self.exact)
+        packed = PackedRows(place.place, len(self.x), self.x.shape[1], self.exact)
         named: dict[str, Any] = {"label": "trial", "variant": variant}
         if self.norm:
             named["norm"] = (bench.put(self.norm[0]), self.norm[1])

@@ -19,17 +19,22 @@ from xinfer.trials.judge import Array, Expected
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedTrial:
-    """Rows of the embedding: tokens (T,), table (vocab, width) of the format's type."""
+    """Rows of the embedding: tokens (T,), table (vocab, width) of the format's type.
+
+    Where `rows` is given the vocabulary has so many: the table's, over and over.
+    """
 
     tokens: NDArray[np.integer]
     table: NDArray[Any]
     format: ops.Format
+    rows: int | None = None
     op: str = "embed"
 
     @property
     def shape(self) -> str:
         """Its sizes."""
-        return f"{len(self.tokens)} of {self.table.shape[0]} x {self.table.shape[1]} {self.format}"
+        vocab = len(self.table) if self.rows is None else self.rows
+        return f"{len(self.tokens)} of {vocab} x {self.table.shape[1]} {self.format}"
 
     def fits(self, variant: Variant) -> bool:
         """The variants of the table's format."""
@@ -38,9 +43,12 @@ class EmbedTrial:
     def run(self, bench: Bench, variant: str) -> list[Check]:
         """Exact: numbers are only unpacked."""
         state = bench.states([RowState(token=int(token), position=0) for token in self.tokens])
-        table, out = bench.put_matrix(self.table, self.format), bench.out(len(self.tokens), self.table.shape[1])
+        table, out = (
+            bench.put_matrix(self.table, self.format, rows=self.rows),
+            bench.out(len(self.tokens), self.table.shape[1]),
+        )
         bench.run(lambda on: ops.embed(on, state, table, out.rows(), variant=variant))
-        return [Check(variant, "embedding", out.read(), expected.exact(self.table[self.tokens]))]
+        return [Check(variant, "embedding", out.read(), expected.exact(self.table[self.tokens % len(self.table)]))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,12 @@ END_OPS = ("embed", "norm", "logits", "argmax")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A prompt, or decode steps behind one."""
+    """A prompt, or decode steps behind one; `full`: by the kernels of a cache that has grown to the whole context."""
 
     name: str
     n_prompt: int
     n_steps: int = 0
+    full: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xinfer.gpu_model.weights import Layout, Place, WeightsLayout
+from xinfer.gpu_model.layout import Layout, Place, WeightsLayout
 from xinfer.model.names import LAYER_FIELDS, global_tensor_name, layer_tensor_name
 from xinfer.model.reference import round_weights, to_float32
 from xinfer.model.weights import ModelWeights
@@ -113,6 +113,6 @@ class Oracle:
         return self._rounded(self._weights.read_rows(name, first, stop), name)
 
     def _rounded(self, stored: NDArray[Any], name: str) -> Array:
-        """As `gpu_model.weights` uploads it: float32 matrices may become f16, the rest is exact."""
+        """As `gpu_model.loading` uploads it: float32 matrices may become f16, the rest is exact."""
         becomes_f16 = stored.ndim == 2 and self._places[name].format == "f16"
         return to_float32(round_weights(stored, name, "float16") if becomes_f16 else stored)

@@ -30,6 +30,7 @@ class Verified:
     debug_note: str  # why it is off
     messages: Sequence[str]
     cases: Sequence[Case]
+    not_tried: Sequence[str]  # kernels that the model's recordings of longer prompts use
     findings: Sequence[Finding]
     differences: Sequence[Difference]
     diagnoses: Sequence[Diagnosis]
@@ -63,6 +64,7 @@ def as_dict(verified: Verified) -> dict[str, Any]:
         "debug_layer": {"on": verified.debug, "note": verified.debug_note, "messages": list(verified.messages)},
         "seconds": round(verified.seconds, 1),
         "cases": [dataclasses.asdict(case) for case in verified.cases],
+        "not_tried": list(verified.not_tried),
         "ops_judged": len(verified.findings),
         "numbers_judged": sum(finding.judgement.n for finding in verified.findings),
         "numbers_not_finite": sum(finding.judgement.n_skipped for finding in verified.findings),
@@ -171,6 +173,8 @@ def as_text(report: dict[str, Any]) -> str:
     ]
     if report["quarantine"]:
         lines.append(f"in quarantine, and not used: {', '.join(report['quarantine'])}")
+    if report["not_tried"]:
+        lines.append(f"not tried, as only longer prompts use them (--longest): {', '.join(report['not_tried'])}")
     lines += _verdict_lines(report)
     for divergence in report["divergences"]:
         lines += ["", *_divergence_lines(divergence)]

@@ -88,6 +88,7 @@ def _verify_on(
                 debug_note=note,
                 messages=[str(message) for message in device.drain_debug_messages()],
                 cases=session.cases,
+                not_tried=session.not_tried,
                 findings=session.findings,
                 differences=session.differences,
                 diagnoses=diagnoses,

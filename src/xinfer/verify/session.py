@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,10 @@ from xinfer import ops
 from xinfer.errors import NumericalError
 from xinfer.gpu.api import Buffer
 from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model.forward import Network
 from xinfer.gpu_model.steps import HEAD_BYTES, Steps
 from xinfer.trials.judge import Array
+from xinfer.verify.coverage import full_context, prompt_of, prompts_for_every_kernel
 from xinfer.verify.ends import HeadJudge, judge_embed
 from xinfer.verify.findings import Case, Finding
 from xinfer.verify.layers import LayerJudge, Placement
@@ -66,6 +69,7 @@ class Session:
         self._progress = progress or (lambda _done, _total: None)
         most = longest_prompt(oracle, model) if longest is None else longest
         self.cases = plan_cases(oracle.config.max_context, n_steps, longest=most)
+        self.not_tried: list[str] = []  # kernels that only longer prompts would come to
         longest = max(case.n_prompt for case in self.cases)
         vocab = oracle.config.vocab_size
         self._ids = np.random.default_rng(SEED).integers(0, vocab, longest + 1)
@@ -73,6 +77,7 @@ class Session:
         self._room = longest + n_steps + 1
         self._cache = model.make_cache(self._room)
         self._fed: dict[str, NDArray[np.int64]] = {}  # what the steps of each case are given
+        self._full: Network | None = None
         self._done = 0
 
     def run(self) -> None:
@@ -80,16 +85,29 @@ class Session:
         model = self.model
         model.claim(None)
         self._cache.reserve(self._room)  # at once, so that the pool, and with it the kernels' plans, stay as they are
+        self._complete_cases()
         self._fed = {case.name: self._greedy_ids(case) for case in self.cases if case.n_steps}
         self._cache.reserve(self._room)  # what failed above may have given blocks back
-        traces = [Trace(case, [self._embed(part, case) for part in self._parts(case)]) for case in self.cases]
-        for i in range(self.oracle.config.num_hidden_layers):
-            w = self.oracle.layer(i)
-            self._steps.bring(i)
-            for trace in traces:
-                self._layer(i, w, trace)
-        self._heads(traces)
+        with ExitStack() as held:
+            if any(case.full for case in self.cases):
+                self._full = held.enter_context(full_context(self._steps))
+            traces = [Trace(case, [self._embed(part, case) for part in self._parts(case)]) for case in self.cases]
+            for i in range(self.oracle.config.num_hidden_layers):
+                w = self.oracle.layer(i)
+                self._steps.bring(i)
+                for trace in traces:
+                    self._layer(i, w, trace)
+            self._heads(traces)
         self._replay(traces)
+
+    def _complete_cases(self) -> None:
+        """Add what it takes for every kernel of the model's recordings, those of a grown cache too, to be judged."""
+        longest = max(case.n_prompt for case in self.cases)
+        more, self.not_tried = prompts_for_every_kernel(self._steps, self.cases, longest)
+        self.cases += more
+        if self._steps.network().max_keys < self._steps.context:
+            self.cases += full_cases(self.cases, self._steps.context)
+        self.cases.sort(key=lambda case: (case.n_prompt, case.n_steps))  # steps read what their prompt has cached
 
     @property
     def _total(self) -> int:
@@ -125,7 +143,11 @@ class Session:
     def _watched(self, case: Case, n: int, on_phase: Callable[[str, tuple[str, ...]], None]) -> WatchedPass:
         """A pass over n rows, in the workspace that the recording would use, padded as it would be."""
         space = self._steps.one if case.n_steps else self._steps.many
-        return WatchedPass(self._steps.network(), space, n if case.n_steps else self._steps.bucket(n), on_phase)
+        network = self._steps.network()
+        if case.full:
+            assert self._full is not None
+            network = self._full
+        return WatchedPass(network, space, n if case.n_steps else self._steps.bucket(n), on_phase)
 
     def _stage(self, case: Case, start: int, ids: NDArray[np.int64]) -> None:
         """Let the cache end at `start`, and give the states of the rows behind it to the next pass."""
@@ -196,7 +218,9 @@ class Session:
         replay = Replay(self._steps, self._cache, self._ids)
         for trace in traces:
             case, parts = trace.case, self._parts(trace.case)
-            if case.n_steps:
+            if case.full:  # made when the cache grows; their kernels have been judged
+                found = []
+            elif case.n_steps:
                 found = replay.steps(case, parts, trace.logits, trace.chosen, trace.keys, trace.values)
             else:
                 found = replay.prompt(case, parts, trace.x[-1], trace.keys, trace.values)
@@ -226,8 +250,16 @@ def plan_cases(max_context: int, n_steps: int, *, longest: int = max(LENGTHS)) -
     lengths = sorted({min(length, room) for length in LENGTHS})
     cases = []
     for length in lengths:
-        tokens = "token" if length == 1 else "tokens"
-        cases.append(Case(name=f"prompt of {length} {tokens}", n_prompt=length))
+        cases.append(prompt_of(length))
         if n_steps and length in (min(SHORT_PROMPT, lengths[-1]), lengths[-1]):
             cases.append(Case(name=f"{n_steps} steps after {length}", n_prompt=length, n_steps=n_steps))
     return cases
+
+
+def full_cases(cases: Iterable[Case], context: int) -> list[Case]:
+    """The short prompt, and the steps behind the longest, once more as in a cache that has grown to the context."""
+    prompts = [case for case in cases if not case.n_steps]
+    steps = [case for case in cases if case.n_steps]
+    short = max((case for case in prompts if case.n_prompt <= SHORT_PROMPT), key=lambda case: case.n_prompt)
+    again = [short, *steps[-1:]]
+    return [replace(case, name=f"{case.name}, full context of {context:,}", full=True) for case in again]

@@ -9,7 +9,7 @@ from xinfer.gpu._d3d12.queue import CommandList, Queue
 from xinfer.gpu._d3d12.states import States
 from xinfer.gpu._staging import CHUNK, Staging, overlaps
 from xinfer.gpu._trail import HUNG
-from xinfer.gpu.api import BufferSlice
+from xinfer.gpu.api import BufferKind, BufferSlice
 
 
 class Chunk:
@@ -17,11 +17,20 @@ class Chunk:
 
     def __init__(self, owner: BufferOwner, label: str, *, readback: bool = False) -> None:
         self.owner = owner
-        self.buffer = D3D12Buffer(owner, CHUNK, "readback" if readback else "upload", label)
+        self._label = label
+        self._kind: BufferKind = "readback" if readback else "upload"
+        self._buffer: D3D12Buffer | None = None
         self.commands = CommandList(owner.core, label)
         self.used = 0
         self._states = States(self.commands.list)
         self._targets: list[BufferSlice] = []
+
+    @property
+    def buffer(self) -> D3D12Buffer:
+        """Mapped memory, made when it is first needed."""
+        if self._buffer is None:
+            self._buffer = D3D12Buffer(self.owner, CHUNK, self._kind, self._label)
+        return self._buffer
 
     def begin(self) -> None:
         """Start to record; its last submission has ended."""
@@ -48,7 +57,8 @@ class Chunk:
 
     def release(self) -> None:
         """Give its objects back."""
-        self.buffer.release()
+        if self._buffer is not None:
+            self._buffer.release()
         self.owner.retire(*self.commands.handles)
 
 
@@ -56,7 +66,7 @@ class Transfers(Staging[Chunk]):
     """Moves bytes between the host and device memory."""
 
     def __init__(self, owner: BufferOwner, queue: Queue) -> None:
-        super().__init__()
+        super().__init__(owner.core.adapter.info)
         self.owner = owner
         self.queue = queue
 
@@ -77,6 +87,9 @@ class Transfers(Staging[Chunk]):
     def _submit(self, chunk: Chunk) -> None:
         chunk.end()
         self.queue.submit([chunk.commands])
+
+    def _ended(self, chunk: Chunk) -> bool:
+        return chunk.commands.value <= self.queue.completed()
 
     def _wait(self, chunk: Chunk, what: str) -> None:
         self._wait_for(self.queue, chunk.commands.value, what)

@@ -16,7 +16,7 @@ from xinfer.gpu._trail import HUNG
 from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu._vk.recording import Segment
-from xinfer.gpu.api import BufferSlice
+from xinfer.gpu.api import BufferKind, BufferSlice
 
 
 class Chunk:
@@ -25,7 +25,9 @@ class Chunk:
     def __init__(self, owner: BufferOwner, queue: Queue, label: str, *, readback: bool = False) -> None:
         core = owner.core
         self.owner = owner
-        self.buffer = VulkanBuffer(owner, CHUNK, "readback" if readback else "upload", label)
+        self._label = label
+        self._kind: BufferKind = "readback" if readback else "upload"
+        self._buffer: VulkanBuffer | None = None
         flags = vk.VK_COMMAND_POOL_CREATE_TRANSIENT_BIT | vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
         self.family = queue.family
         self.pool = core.command_pool(queue.family, label, flags)
@@ -33,6 +35,13 @@ class Chunk:
         self.value = 0  # with which its last submission ends
         self.used = 0
         self.targets: list[BufferSlice] = []
+
+    @property
+    def buffer(self) -> VulkanBuffer:
+        """Mapped memory, made when it is first needed."""
+        if self._buffer is None:
+            self._buffer = VulkanBuffer(self.owner, CHUNK, self._kind, self._label)
+        return self._buffer
 
     def begin(self) -> None:
         """Start to record copies behind what was submitted."""
@@ -67,7 +76,8 @@ class Chunk:
 
     def release(self) -> None:
         """Give its objects back."""
-        self.buffer.release()
+        if self._buffer is not None:
+            self._buffer.release()
         self.owner.retire(self.pool)
 
 
@@ -75,7 +85,7 @@ class Transfers(Staging[Chunk]):
     """Moves bytes between the host and device memory."""
 
     def __init__(self, owner: BufferOwner, compute: Queue, queue: Queue) -> None:
-        super().__init__()
+        super().__init__(owner.core.adapter.info)
         self.owner = owner
         self.compute = compute
         self.queue = queue  # the compute queue itself where there is no other
@@ -134,6 +144,9 @@ class Transfers(Staging[Chunk]):
             if apart:
                 self._pending.update((buffer_of(t), chunk.value) for t in chunk.targets)
             chunk.targets.clear()
+
+    def _ended(self, chunk: Chunk) -> bool:
+        return chunk.value <= self.queue.completed()
 
     def _wait(self, chunk: Chunk, what: str) -> None:
         self._wait_for(self.queue, chunk.value, what)
