@@ -103,8 +103,8 @@ def test_packing_with_the_op_before(bench: Bench, form: str, n: int, width: int,
         assert (halves[:, :, width:] == 0).all()
 
 
-def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1) -> None:
-    """One product with bias and residual, against the reference."""
+def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1, n_parts: int = 1) -> None:
+    """One product with bias and residual, against the reference; its sums in parts where there are several."""
     n, rows, columns = shape
     weight_format: ops.Format = "bf16" if ".bf16." in variant.id else "f16"
     rng = np.random.default_rng(shape)
@@ -117,6 +117,8 @@ def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, sli
         *(ops.linear_packed, packed, bench.put_matrix(w, weight_format, slices=slices), out.rows().columns(3, rows)),
         bias=bench.put(bias),
         accumulate=True,
+        scratch=bench.out(n_parts, n, rows).place if n_parts > 1 else None,
+        n_parts=n_parts,
         label="y",
         variant=variant.id,
     )
@@ -142,6 +144,8 @@ def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> N
         for shape in SHAPES:
             multiply(own, variant, shape)
         multiply(own, variant, (70, 200, 64), slices=3)
+        for n_parts in (2, 3, 4):  # of 5 tiles of columns
+            multiply(own, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
         own.release()
 
 
@@ -152,6 +156,15 @@ def test_on_matrix_cores(bench: Bench, variant: Variant) -> None:
     for shape in (*SHAPES, (512, 896, 4864)):
         multiply(bench, variant, shape)
     multiply(bench, variant, (70, 200, 64), slices=3)
+    for n_parts in (2, 3, 4):
+        multiply(bench, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
+
+
+def test_parts_of_sums_are_taken_where_tiles_are_few() -> None:
+    """The down projection of 512 rows of a 7B, and what a whole prompt's takes."""
+    assert ops.parts_bytes(512, 3584, 18_944) == 4 * 3 * 512 * 3584
+    assert ops.parts_bytes(1, 3584, 3584) == 4 * 4 * 3584
+    assert ops.parts_bytes(4096, 37_888, 896) == 4 * 4096 * 37_888  # never in parts
 
 
 def test_can_pack_asks_the_device(bench: Bench) -> None:

@@ -20,7 +20,7 @@ from xinfer.trials.bench import DTYPES
 from xinfer.trials.cache import AppendTrial, CacheFormat
 from xinfer.trials.choice import ArgmaxTrial
 from xinfer.trials.judge import Array
-from xinfer.trials.linear import LinearTrial, PackTrial
+from xinfer.trials.linear import LinearTrial, PackTrial, SumTrial
 from xinfer.trials.rows import AddTrial, EmbedTrial, NormTrial, RopeTrial, SwigluTrial
 
 EPS = 1e-6
@@ -191,6 +191,14 @@ def _pack_rows(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iter
             yield PackTrial(x=5 * x, exact=exact, up=_normal(rng, n, width))
 
 
+def _sum_parts(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
+    del variant
+    for n, width in ((2, 37), *((n, model.hidden) for model in MODELS for n in (2, 4))):
+        rows = min(scale.queries, 130)
+        parts = _normal(rng, n * rows, width).reshape(n, rows, width)
+        yield SumTrial(parts=parts, bias=_normal(rng, width), before=_normal(rng, rows, width) if n == 4 else None)
+
+
 def _attention(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
     form: CacheFormat = "f16" if variant.id == COMBINE else _cache_format(variant)
     queries, keys = scale.queries, scale.keys
@@ -236,6 +244,7 @@ _FAMILIES: dict[str, Callable[[Variant, Scale, np.random.Generator], Iterator[Tr
     "linear_gemv": _linear,
     "linear_gemm": _linear,
     "pack_rows": _pack_rows,
+    "sum_parts": _sum_parts,
     "attention": _attention,
     "argmax": _argmax,
 }

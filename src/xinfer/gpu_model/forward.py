@@ -33,6 +33,9 @@ class Workspace:
                 self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
             size = _packed_bytes(config, n_rows)
             self._buffers["packed"] = self.packed = device.create_buffer(size, "device", f"{label} packed rows")
+            self._buffers["parts"] = self.parts = device.create_buffer(
+                _parts_bytes(config, n_rows), "device", f"{label} parts of sums"
+            )
             size = ops.STATE_BYTES * n_rows
             self._buffers["state"] = self.state = device.create_buffer(size, "device", f"{label} state")
             self._buffers["staging"] = self.staging = device.create_buffer(size, "upload", f"{label} rows")
@@ -69,12 +72,22 @@ def widths(config: Qwen2Config) -> dict[str, int]:
 
 def workspace_bytes(config: Qwen2Config, n_rows: int) -> int:
     """Device memory of a workspace."""
-    return n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES) + _packed_bytes(config, n_rows)
+    rows = n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES)
+    return rows + _packed_bytes(config, n_rows) + _parts_bytes(config, n_rows)
 
 
 def _packed_bytes(config: Qwen2Config, n_rows: int) -> int:
     """What the widest activations take when they are packed for matrix cores; a single row never is."""
     return 4 if n_rows == 1 else ops.packed_bytes(n_rows, max(widths(config).values()))
+
+
+def _parts_bytes(config: Qwen2Config, n_rows: int) -> int:
+    """What sums take that are divided, in the products of qkv, o and down."""
+    if n_rows == 1:
+        return 4
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = ((widths(config)["qkv"], hidden), (hidden, config.q_size), (hidden, inner))
+    return max(4, *(ops.parts_bytes(n_rows, rows, columns) for rows, columns in shapes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +152,7 @@ class Pass:
         self.attn = space.rows("attn", n)  # (n, q_size)
         self.gate, self.up = space.rows("gate", n), space.rows("up", n)  # (n, intermediate)
         self.state = space.states(n)[1]
-        self._packed = space.packed
+        self._packed, self._parts = space.packed, space.parts
         self._tuning = network.tuning if n == 1 and not self.tapped else Tuning()
         self._plan = ops.plan_attention(
             self.on,
@@ -316,7 +329,8 @@ class Pass:
         label: str,
     ) -> None:
         if isinstance(x, ops.PackedRows):
-            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label)
+            scratch = None if label.endswith((".gate", ".up")) else self._parts
+            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, scratch=scratch, label=label)
         else:
             variant = self._tuned(label.rpartition(".")[2])
             ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)

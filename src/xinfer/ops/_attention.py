@@ -257,8 +257,9 @@ def is_coop(variant: Variant) -> bool:
     return variant.source == "attention_coop.slang"
 
 
-def has_half_weights(variant: Variant) -> bool:
-    """Whether it rounds the weights of values to f16."""
+def has_half_weights(variant_id: str) -> bool:
+    """Whether an attention kernel rounds the weights of values to f16."""
+    variant = variants()[variant_id]
     return is_coop(variant) and not variant.define("SPLIT")
 
 

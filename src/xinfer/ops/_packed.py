@@ -9,7 +9,14 @@ from xinfer.ops._base import Matrix, Recorder, Rows, ceil_div, expect, span
 from xinfer.ops._linear import FLAG_ACCUMULATE, FLAG_BIAS, GEMV_ROWS_MAX
 from xinfer.shaders.catalog import LOAD_BYTES, PACKED_COLUMNS, PACKED_ROWS, coop_id, variants
 
-BUSY_TILES = 100  # large tiles that keep a large GPU busy; where there are fewer, small ones are faster
+# On an H200, whose 132 multiprocessors hold two large tiles each (benchmarks/LOG.md):
+LARGE_TILE = 128
+BUSY_TILES = 100  # large tiles from which on they are faster than small ones,
+RESIDENT_TILES = 264  # and below which long sums are divided,
+LONG_ROWS = 2048  # columns from which on a sum is long,
+MOST_PARTS = 4  # into so many
+PACKED_LOADS = PACKED_COLUMNS * 2 // LOAD_BYTES  # of a packed row, or part of one: a multiple
+SUM_PARTS = "sum_parts.plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +100,11 @@ def pack_rows(
         "low_offset": packed.low_offset,
         "eps": float(norm[1]) if norm else 0.0,
     }
-    other = norm[0] if norm else up.place if up else x.place
-    buffers = {"x": x.place, "other": other, "scales": packed.scales, "halves": packed.halves}
+    buffers = {"x": x.place, "scales": packed.scales, "halves": packed.halves}
+    if norm:
+        buffers["other"] = norm[0]
+    if up:
+        buffers["other"] = up.place
     on.dispatch(chosen, buffers, constants, (packed.padded, 1, 1), label)
 
 
@@ -115,17 +125,27 @@ def linear_packed(
     *,
     bias: Bindable | None = None,
     accumulate: bool = False,
+    scratch: Bindable | None = None,
     label: str,
     variant: str | None = None,
+    n_parts: int | None = None,
 ) -> None:
     """As `linear`, x packed, on matrix cores; where `can_pack` says so.
 
-    With exact rows errors are like float32's, else as f16 activations have them.
+    With exact rows errors are like float32's, else as f16 activations have them. Where a product makes few tiles its
+    sums are shared among `n_parts` workgroups each, as far as `scratch` holds the parts: `parts_bytes`.
     """
     expect(x.width == w.columns and out.width == w.rows and out.n == x.n, f"{label}: x, w and out do not fit")
     expect(bias is None or bias.size >= 4 * w.rows, f"{label}: the bias is shorter than {w.rows} floats")
     chosen = on.choose(packed_candidates(w, x.n, exact=x.exact), variant)
     expect(bool(chosen.define("SPLIT")) == x.exact, f"{label}: {chosen.id} does not fit the rows")
+    tile = chosen.define("TILE_M")
+    if n_parts is None:
+        n_parts = _parts_of(x.n, w.rows, w.columns, tile) if on.kernels.usable(SUM_PARTS) else 1
+    room = 0 if scratch is None else scratch.size // (4 * x.n * w.rows)
+    n_parts = n_parts if n_parts <= room else 1
+    loads = ceil_div(ceil_div(x.row_loads, n_parts), PACKED_LOADS) * PACKED_LOADS
+    flags = FLAG_BIAS * (bias is not None) + FLAG_ACCUMULATE * accumulate
     for part in w.slices:
         constants = {
             "rows": part.n_rows,
@@ -134,19 +154,67 @@ def linear_packed(
             "x_loads": x.row_loads,
             "low_offset": x.low_offset,
             "bias_offset": part.first_row,
-            "y_stride": out.stride,
-            "y_offset": out.offset + part.first_row,
-            "flags": FLAG_BIAS * (bias is not None) + FLAG_ACCUMULATE * accumulate,
+            "y_stride": out.stride if n_parts == 1 else w.rows,
+            "y_offset": part.first_row + (out.offset if n_parts == 1 else 0),
+            "flags": flags if n_parts == 1 else 0,
+            "part_loads": loads,
+            "part_stride": x.n * w.rows,
         }
         buffers = {
             "scales": x.scales,
             "halves": x.halves,
             "w": part.place,
             "bias": x.scales if bias is None else bias,
-            "y": out.place,
+            "y": out.place if n_parts == 1 or scratch is None else scratch,
         }
-        grid = (ceil_div(x.n, chosen.define("TILE_M")), ceil_div(part.n_rows, chosen.define("TILE_N")), 1)
+        grid = (ceil_div(x.n, tile), ceil_div(part.n_rows, tile), ceil_div(x.row_loads, loads))
         on.dispatch(chosen, buffers, constants, grid, label)
+    if n_parts > 1:
+        assert scratch is not None
+        on.recording.barrier()
+        n_parts = ceil_div(x.row_loads, loads)
+        sum_parts(on, scratch, n_parts, out, bias=bias, accumulate=accumulate, label=f"{label}.sum")
+
+
+def sum_parts(
+    on: Recorder,
+    parts: Bindable,
+    n_parts: int,
+    out: Rows,
+    *,
+    bias: Bindable | None = None,
+    accumulate: bool = False,
+    label: str,
+    variant: str | None = None,
+) -> None:
+    """`out = sum of parts (+ bias) (+ out)`: parts (n_parts, T, width), bias (width,) float32, out (T, width)."""
+    expect(parts.size >= 4 * n_parts * out.n * out.width, f"{label}: there are less than {n_parts} parts")
+    chosen = on.choose([SUM_PARTS], variant)
+    constants = {
+        "width": out.width,
+        "n_parts": n_parts,
+        "part_stride": out.n * out.width,
+        **span(out, "y"),
+        "flags": FLAG_BIAS * (bias is not None) + FLAG_ACCUMULATE * accumulate,
+    }
+    buffers = {"parts": parts, "bias": parts if bias is None else bias, "y": out.place}
+    on.dispatch(chosen, buffers, constants, (ceil_div(out.width, chosen.workgroup[0]), out.n, 1), label)
+
+
+def parts_bytes(n: int, rows: int, columns: int) -> int:
+    """What linear_packed uses of a scratch at most, for up to n rows of x and a matrix (rows, columns)."""
+    some = {*range(PACKED_ROWS, n + 1, PACKED_ROWS), n}
+    sizes: list[int] = [4 * rows * m * _parts_of(m, rows, columns, LARGE_TILE) for m in some]
+    return max(sizes)
+
+
+def _parts_of(n: int, rows: int, columns: int, tile: int) -> int:
+    """Into how many parts a sum over the columns is divided: few large tiles leave most of a GPU idle for long."""
+    tiles = ceil_div(n, tile) * ceil_div(rows, tile)
+    if tile < LARGE_TILE or columns < LONG_ROWS or tiles >= RESIDENT_TILES:
+        return 1
+    wanted: int = ceil_div(RESIDENT_TILES, tiles)
+    return min(MOST_PARTS, wanted)
 
 
 def can_pack(on: Recorder, w: Matrix, n_rows: int, *, exact: bool = True) -> bool:
@@ -158,8 +226,8 @@ def packed_candidates(w: Matrix, n_rows: int, *, exact: bool) -> list[str]:
     """Variants that fit, best first."""
     if w.format == "f32":
         return []
-    large = ceil_div(n_rows, 128) * ceil_div(w.rows, 128) >= BUSY_TILES
-    tiles = (128, 64) if large else (64, 128)
+    large = ceil_div(n_rows, LARGE_TILE) * ceil_div(w.rows, LARGE_TILE) >= BUSY_TILES or w.columns >= LONG_ROWS
+    tiles = (LARGE_TILE, 64) if large else (64, LARGE_TILE)
     return [coop_id(w.format, tile, split=exact) for tile in tiles]
 
 

@@ -309,7 +309,7 @@ def _linear_gemm() -> Iterator[Variant]:
 
 COOP_CONSTANTS = (
     *("rows", "row_loads", "x_rows", "x_loads", "low_offset"),
-    *("y_stride", "y_offset", "bias_offset", "flags"),
+    *("y_stride", "y_offset", "bias_offset", "flags", "part_loads", "part_stride"),
 )
 
 
@@ -352,6 +352,19 @@ def _linear_coop() -> Iterator[Variant]:
         )
 
 
+def _sum_parts() -> Iterator[Variant]:
+    yield Variant(
+        id="sum_parts.plain",
+        op="sum_parts",
+        source="sum_parts.hlsl",
+        defines=(("GROUP", 128),),
+        buffers=("parts", "bias", "y"),
+        constants=("width", "n_parts", "part_stride", "y_stride", "y_offset", "flags"),
+        workgroup=(128, 1, 1),
+        shared_bytes=0,
+    )
+
+
 def _pack_rows() -> Iterator[Variant]:
     for (source, form), (name, wave) in itertools.product(
         enumerate(("", "norm.", "swiglu.")), (("plain", 0), ("wave", 1))
@@ -360,8 +373,8 @@ def _pack_rows() -> Iterator[Variant]:
             id=f"pack_rows.{form}{name}",
             op="pack_rows",
             source="pack_rows.hlsl",
-            defines=(("GROUP", 128), ("WAVE", wave), ("SOURCE", source), ("VECTOR", int(source > 0))),
-            buffers=("x", "other", "scales", "halves"),
+            defines=(("GROUP", 128), ("WAVE", wave), ("SOURCE", source)),
+            buffers=("x", *(("other",) if source else ()), "scales", "halves"),
             constants=("width", "x_rows", "x_stride", "x_offset", "up_offset", "row_loads", "low_offset", "eps"),
             workgroup=(128, 1, 1),
             shared_bytes=4 * 128,
@@ -412,10 +425,10 @@ def _attention_tiled(name: str, dim_max: int, turn: int, heads: int, buffers: tu
 
 
 def _attention_coop(dim: int, split: int, buffers: tuple[str, ...]) -> Variant:
-    keys, waves = 64, ATTENTION_COOP_QUERIES // 16
+    keys, waves = 4096 // dim, ATTENTION_COOP_QUERIES // 16
     weights = (1 + split) * 16 * (keys // 8 + 1) + 64
-    tile = max(keys, ATTENTION_COOP_QUERIES) * (dim // 8 + 1)
-    loads = tile + waves * max(16 * (keys // 4 + 2), weights)
+    tiles = max(2 * keys, ATTENTION_COOP_QUERIES) * (dim // 8 + 1)
+    loads = tiles + waves * max(16 * (keys // 4 + 2), weights)
     return Variant(
         id=f"attention.f16.coop{dim}.{'split' if split else 'half'}",
         op="attention",
@@ -475,7 +488,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
+        *(_linear_gemv, _linear_gemm, _linear_coop, _sum_parts, _pack_rows, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}

@@ -97,6 +97,15 @@ void store_c(FragmentC c, uint at, uint stride, uint lane) {
 }
 #endif
 
+// What lanes of one wave have written to groupshared memory, its other lanes may read behind this.
+void wave_barrier() {
+#if EMULATE
+    GroupMemoryBarrierWithGroupSync();
+#else
+    spirv_asm { OpControlBarrier Subgroup Workgroup AcquireRelease|WorkgroupMemory };
+#endif
+}
+
 // A wave's number and a lane's in it.
 uint2 wave_and_lane(uint lane) {
 #if EMULATE

@@ -2,8 +2,8 @@
 // 2,048 to 4,096, then as two f16 numbers whose sum is the value to 22 bits: `high`, and what rounding left. One
 // workgroup a row; rows past x_rows, and columns past the width, become 0.
 //
-// What is packed: x (ROWS), x / sqrt(mean(x^2) + eps) * weight (NORM), or silu(x) * up (SWIGLU). VECTOR reads four numbers at
-// a time.
+// What is packed: x (ROWS), x / sqrt(mean(x^2) + eps) * weight (NORM), or silu(x) * up (SWIGLU), which read four numbers at a
+// time.
 #define GROUP_REDUCTIONS
 #include "common.hlsli"
 
@@ -22,19 +22,20 @@ struct Constants {
     float eps;
 };
 
-#if VECTOR
+#if SOURCE == ROWS
+READS(float, x, 0);
+WRITES(float, scales, 1);  // (rows)
+WRITES(uint4, halves, 2);  // (rows, row_loads), the high halves, then the low ones
+#else
 READS(float4, x, 0);
 READS(float4, other, 1);  // the norm's weight, or up
-#else
-READS(float, x, 0);
-READS(float, other, 1);
+WRITES(float, scales, 2);
+WRITES(uint4, halves, 3);
 #endif
-WRITES(float, scales, 2);  // (rows)
-WRITES(uint4, halves, 3);  // (rows, row_loads), the high halves, then the low ones
 CONSTANTS(Constants, constants);
 
 
-#if VECTOR
+#if SOURCE != ROWS
 // The width is a multiple of 8, and offsets and strides are of 4.
 float4 four_of_x(uint row, uint column) { return x[(constants.x_offset + row * constants.x_stride + column) / 4]; }
 float4 four_of_other(uint row, uint column) {

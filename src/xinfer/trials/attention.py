@@ -80,7 +80,7 @@ class AttentionTrial:
 
         bench.run(record)
         plan, scratch = made
-        half = has_half_weights(plan.variant)
+        half = has_half_weights(plan.variant.id)
         options: dict[str, Any] = {"start": self.start, "window": self.window, "half_weights": half}
         wanted = expected.attention(self.q, self.k, self.v, **options)
         if scratch is None:

@@ -14,7 +14,7 @@ from xinfer.shaders.catalog import FORMATS, LOAD_BYTES, Variant, variants
 from xinfer.trials import expected
 from xinfer.trials.base import Check
 from xinfer.trials.bench import DTYPES, Bench
-from xinfer.trials.expected import Weights
+from xinfer.trials.expected import TINY, UNIT, Weights
 from xinfer.trials.judge import Array, Expected
 
 
@@ -160,6 +160,40 @@ class PackTrial:
         if self.norm:
             return expected.rms_norm(self.x, self.norm[0], eps=self.norm[1])
         return expected.exact(self.x) if self.up is None else expected.swiglu(self.x, self.up)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumTrial:
+    """parts (n, T, width) whose sum is taken; bias (width,) and before (T, width) are added."""
+
+    parts: Array
+    bias: Array | None = None
+    before: Array | None = None
+    op: str = "sum_parts"
+
+    @property
+    def shape(self) -> str:
+        """Its sizes."""
+        n, rows, width = self.parts.shape
+        return f"{n} parts of {rows} x {width}"
+
+    def fits(self, variant: Variant) -> bool:
+        """All of them."""
+        return variant.op == "sum_parts"
+
+    def run(self, bench: Bench, variant: str) -> list[Check]:
+        """Against NumPy's sum in float64."""
+        n, rows, width = self.parts.shape
+        parts, out = bench.put(self.parts.ravel()), bench.out(rows, width, fill=self.before)
+        bias = None if self.bias is None else bench.put(self.bias)
+        options: dict[str, Any] = {"bias": bias, "accumulate": self.before is not None, "label": "trial"}
+        bench.run(lambda on: ops.sum_parts(on, parts, n, out.rows(), **options, variant=variant))
+        added = [*self.parts, *(x for x in (self.bias, self.before) if x is not None)]
+        total = sum(np.asarray(x, np.float64) for x in added)
+        size = sum(np.abs(x, dtype=np.float64) for x in added)
+        tolerance = UNIT * len(added) * size + TINY
+        wanted = Expected(np.asarray(total, np.float32), np.asarray(tolerance, np.float32))
+        return [Check(variant, "sum", out.read(), wanted)]
 
 
 def check_packed(variant: str, given: Expected, words: Array, packed: PackedRows) -> list[Check]:

@@ -11,13 +11,13 @@ import numpy as np
 from xinfer.kv_cache import KVCache
 from xinfer.model.reference import rope_tables
 from xinfer.ops._attention import has_half_weights
-from xinfer.shaders.catalog import variants
+from xinfer.ops._packed import SUM_PARTS
 from xinfer.trials import expected
 from xinfer.trials.attention import AttentionTrial, TurnTrial
 from xinfer.trials.base import Trial
 from xinfer.trials.cache import AppendTrial
 from xinfer.trials.judge import Array, Expected
-from xinfer.trials.linear import LinearTrial, PackTrial, check_packed, unpack
+from xinfer.trials.linear import LinearTrial, PackTrial, SumTrial, check_packed, unpack
 from xinfer.trials.rows import NormTrial, RopeTrial, SwigluTrial
 from xinfer.verify.findings import Finding, Found, finding
 from xinfer.verify.oracle import OracleLayer
@@ -132,7 +132,7 @@ class LayerJudge:
 
         def trials() -> list[Trial]:
             if not fused:
-                return [LinearTrial(x=h, w=w.values, format=w.format, bias=b)]
+                return [LinearTrial(x=h, w=w.values, format=w.format, bias=b), *_sums(used, qkv[:n])]
             normed = expected.rms_norm(x, norm, eps=eps).values
             return [
                 LinearTrial(x=x, w=w.values, format=w.format, bias=b, norm=(norm, eps)),
@@ -200,7 +200,7 @@ class LayerJudge:
         at, config = self._at, self.run.config
         q = self._qkv[: at.n, self._columns[0]].reshape(at.n, config.num_attention_heads, config.head_dim)
         attn = self.run.read(self.run.attn)
-        half = any(has_half_weights(variants()[name]) for name in used)
+        half = any(has_half_weights(name) for name in used)
         options: dict[str, Any] = {"start": at.start, "window": self._window, "half_weights": half}
         wanted = expected.attention(q, self.keys, self.values, **options)
         trial = AttentionTrial(q=q, k=self.keys, v=self.values, **self._attention_options)
@@ -271,7 +271,7 @@ class LayerJudge:
         wanted = expected.linear(self._given(), w.weights, before=before)
         self._say(
             *(kind, used, [("sum with the residual", x[:n], wanted)]),
-            lambda: [LinearTrial(x=operand, w=w.values, format=w.format, before=before)],
+            lambda: [LinearTrial(x=operand, w=w.values, format=w.format, before=before), *_sums(used, x[:n])],
         )
         self._x, self._packed = x, None
 
@@ -327,3 +327,10 @@ class LayerJudge:
 
     def _turns(self) -> tuple[Array, Array]:
         return rope_tables(self.run.config, np.arange(self._at.end))
+
+
+def _sums(used: tuple[str, ...], made: Array) -> list[Trial]:
+    """Where a product's sums were divided, what puts parts together is tried as well, on numbers of its size."""
+    if SUM_PARTS not in used:
+        return []
+    return [SumTrial(parts=np.stack([made, -2 * made, made[::-1]]))]
