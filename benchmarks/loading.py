@@ -35,7 +35,7 @@ import h200
 import streaming
 from xinfer import gpu
 from xinfer.gpu.api import BufferKind, Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import QwenModel, predict
 from xinfer.gpu_model.layout import Split, WeightsLayout
 from xinfer.gpu_model.loading import PIECE, READ, Loader, n_readers
 from xinfer.gpu_model.weights import DeviceWeights
@@ -250,6 +250,8 @@ def measure(folder: Path, device: Device, *, cold: bool, peers: bool) -> dict[st
         say(f"{device.info.name}: the bus moves {bus / 1e9:.1f} GB/s; {size / 1e9:.2f} GB to load")
         read_like_dd(folder)  # into the page cache
         found["the file, like dd, from the page cache"] = rate(size, lambda: read_like_dd(folder))
+        predicted = predict(weights, device)
+        found["load, from the page cache, as predicted"] = size / predicted.load_seconds
         for n in (1, 2, 3):
             found[f"load, from the page cache, whole model, {n}"] = load_model(weights, device)
         found["load, from the page cache, weights alone"] = load_weights(weights, device)

@@ -26,7 +26,7 @@ import numpy as np
 import h200
 from xinfer import gpu
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import QwenModel, predict
 from xinfer.model import names
 from xinfer.model.weights import ModelWeights
 
@@ -114,6 +114,7 @@ def bus_speed(device: Device, size: int = 512 << 20, times: int = 32) -> float:
 def run(size: str, budget: int | None, device: Device, base: Path | None, bus: float) -> dict[str, Any]:
     """Decode and prefill of one size in a budget."""
     with repeated(size, base) as weights:
+        predicted = predict(weights, device, vram_budget=budget)
         began = time.perf_counter()
         with QwenModel.load(weights, device, vram_budget=budget) as model:
             loaded = time.perf_counter() - began
@@ -143,10 +144,21 @@ def run(size: str, budget: int | None, device: Device, base: Path | None, bus: f
                 "sent_while_measured": model.bytes_sent - sent,
                 "bus_share": a_token / seconds / bus,
                 "prefill_512": prefill,
+                "predicted": {
+                    "load_seconds": predicted.load_seconds,
+                    "tokens_per_second": predicted.tokens_per_second,
+                    "peak": predicted.vram,
+                },
                 "tokens": chosen,
             }
     device.limit_memory(None)
     return found
+
+
+def against(found: dict[str, Any]) -> str:
+    """What had been predicted, as a share of what was then measured."""
+    shares = [f"{name} {value / found[name]:.2f}" for name, value in found["predicted"].items()]
+    return f"predicted over measured: {', '.join(shares)}"
 
 
 def main() -> int:
@@ -181,7 +193,7 @@ def main() -> int:
                 f"{'' if found['pinned'] else ', read again each time'}; {found['tokens_per_second']:.2f} tok/s, "
                 f"{found['bytes_a_token'] / 1e9:.2f} GB a token, {found['bus_share']:.0%} of the bus; prefill of 512 "
                 f"{found['prefill_512']:.0f} tok/s; peak {found['peak'] / 1e9:.2f} GB; loaded in "
-                f"{found['load_seconds']:.1f} s{'; OTHER TOKENS' if same else ''}",
+                f"{found['load_seconds']:.1f} s; {against(found)}{'; OTHER TOKENS' if same else ''}",
                 flush=True,
             )
             if arguments.json:

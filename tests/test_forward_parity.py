@@ -30,7 +30,7 @@ from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.layout import Split, WeightsLayout
-from xinfer.gpu_model.model import KVType
+from xinfer.gpu_model.memory import KVType
 from xinfer.model.reference import ReferenceCache, ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights

@@ -9,8 +9,11 @@ from typing import Any
 
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
+from xinfer.errors import DeviceError
+from xinfer.gpu_model import Stages, check_memory_options, predict
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
+from xinfer.quarantine import Quarantine
 
 PREFILL_ROWS = 512  # activation rows that a prefill works on at a time
 
@@ -34,6 +37,96 @@ def inspect_model(folder: Path, *, context: int | None = None) -> dict[str, Any]
             "context": tokens,
             "memory": memory_needs(config, tokens),
         }
+
+
+def predict_model(
+    folder: Path,
+    device: str,
+    *,
+    context: int | None = None,
+    kv_cache: str = "f16",
+    mode: str = "auto",
+    vram_budget: int | None = None,
+    progress: Stages | None = None,
+) -> dict[str, Any]:
+    """What the model will take of a device and how fast it will be there, measured in a second or two.
+
+    Raises:
+        DeviceError: there is no such device, or it is the CPU.
+        OutOfMemoryError: the model does not fit.
+        RequestError: an argument is not among the known values.
+    """
+    check_memory_options(kv_cache, mode, vram_budget)
+    opened = None if device.strip().lower() == "cpu" else gpu.open_device(device)
+    if opened is None:
+        raise DeviceError(f"device {device!r} is the CPU; expected a GPU to predict for: xinfer devices lists them")
+    with opened, ModelWeights.open(folder) as weights:
+        check_context(context, weights.config)
+        forbidden = [entry.variant for entry in Quarantine().entries_for(opened.info)]
+        found = predict(
+            weights,
+            opened,
+            context=context,
+            kv_dtype=kv_cache,  # type: ignore[arg-type]
+            mode=mode,  # type: ignore[arg-type]
+            vram_budget=vram_budget,
+            quarantine=forbidden,
+            progress=progress,
+        )
+        plan = found.plan
+        return {
+            "device": f"{opened.info.api}:{opened.info.index} {opened.info.name}",
+            "layers": plan.config.num_hidden_layers,
+            "streamed_layers": len(plan.split.streamed),
+            "bytes_a_token_over_the_bus": plan.a_token,
+            "read_from_disk_each_time": bool(plan.split.streamed) and not plan.split.pinned,
+            "vram": {
+                "weights": plan.weights,
+                "kv_cache": plan.cache(plan.asked(context)),
+                "workspace": plan.workspace,
+                "total": found.vram,
+            },
+            "ram": plan.on_host,
+            "load_seconds": found.load_seconds,
+            "tokens_per_second": found.tokens_per_second,
+            "tokens_per_second_at_context": 1 / found.token_seconds_at_context if context else None,
+            "bytes_per_second": {
+                "load": found.load_speed,
+                "bus": found.bus_speed,
+                "memory": found.memory_speed,
+            },
+        }
+
+
+def render_prediction(report: dict[str, Any]) -> str:
+    """`predict_model`'s report for people."""
+    vram, speed, streamed = report["vram"], report["bytes_per_second"], report["streamed_layers"]
+    layers = f"all {report['layers']} resident"
+    if streamed:
+        where = "the disk" if report["read_from_disk_each_time"] else "RAM"
+        a_token = _size(report["bytes_a_token_over_the_bus"])
+        layers = f"{streamed} of {report['layers']} streamed from {where}, {a_token} a token"
+    at_context = report["tokens_per_second_at_context"]
+    rates = f"{report['tokens_per_second']:,.1f} tok/s"
+    rates += f", {at_context:,.1f} at the end of the context" if at_context else ""
+    rows = [
+        ("layers", layers),
+        (
+            "VRAM",
+            (
+                f"{_size(vram['total'])}: weights {_size(vram['weights'])}, KV cache {_size(vram['kv_cache'])}, "
+                f"to work in {_size(vram['workspace'])}"
+            ),
+        ),
+        ("RAM held for it", _size(report["ram"])),
+        ("load", f"{report['load_seconds']:,.1f} s"),
+        ("decode", rates),
+        (
+            "measured",
+            f"load {_size(speed['load'])}/s, bus {_size(speed['bus'])}/s, device memory {_size(speed['memory'])}/s",
+        ),
+    ]
+    return f"on {report['device']}, as measured now:\n{_table(rows)}"
 
 
 def memory_needs(config: Qwen2Config, context: int) -> dict[str, dict[str, int]]:

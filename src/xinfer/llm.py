@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
-from xinfer.errors import RequestError
 from xinfer.gpu.api import Device, DeviceInfo
-from xinfer.gpu_model import KV_TYPES, MODES, KVType, Mode, QwenModel
+from xinfer.gpu_model import KVType, Mode, QwenModel, check_memory_options
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
@@ -209,6 +208,18 @@ class LLM:
         self.is_software = first.is_software
         self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
+
+    def chosen(self) -> str | None:
+        """For people: which layers stay on the GPU, and the speed to expect. None on the CPU.
+
+        A few steps are run and timed; not on software devices, where they take long.
+        """
+        loaded = self._loaded.loaded
+        if not isinstance(loaded.model, QwenModel):
+            return None
+        if self.is_software:
+            return loaded.model.plan.chosen
+        return f"{loaded.model.plan.chosen}; about {1 / self._loaded.token_seconds():,.1f} tok/s"
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **overrides: Any
@@ -404,7 +415,7 @@ def load_model(
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
-    _check_memory_options(kv_cache, mode, vram_budget)
+    check_memory_options(kv_cache, mode, vram_budget)
     opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
@@ -427,14 +438,6 @@ def load_model(
         with suppress(ResourceWarning):  # of a device that hangs; what went wrong is to be told
             opened.close()
         raise
-
-
-def _check_memory_options(kv_cache: str, mode: str, vram_budget: int | None) -> None:
-    for name, value, known in (("kv_cache", kv_cache, KV_TYPES), ("mode", mode, MODES)):
-        if value not in known:
-            raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
-    if vram_budget is not None and vram_budget < 1:
-        raise RequestError(f"vram_budget={vram_budget}; expected a number of bytes")
 
 
 def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:

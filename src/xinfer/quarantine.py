@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ VERSION = 1
 MARK = b'"entries"'  # what every quarantine file has, damaged or not
 LARGEST = 4 << 20  # bytes that are read of the file
 DETAIL_CHARS = 400
+LOCK_S = 10.0  # another writer takes milliseconds
 
 Warn = Callable[[str], None]
 
@@ -104,19 +107,34 @@ class Quarantine:
         Raises:
             DeviceError: the file cannot be written.
         """
-        driver, failed = Driver.of(info), failed or {}
+        failed, passed = failed or {}, frozenset(passed)
+        if self._updated(info, failed, passed) is None:
+            return
+        self._ensure_ours()
+        with _alone(self.path):  # two doctors, on two GPUs perhaps, must not undo what the other has found
+            entries = self._updated(info, failed, passed)
+            if entries is not None:
+                self._write(entries)
+
+    def _updated(
+        self, info: DeviceInfo, failed: dict[str, tuple[str, str]], passed: frozenset[str]
+    ) -> list[Entry] | None:
+        """All entries afterwards; None where nothing changes."""
+        driver, before = Driver.of(info), self.entries()
         changed = {*passed, *failed}
-        kept = [entry for entry in self.entries() if entry.driver != driver or entry.variant not in changed]
+        kept = [entry for entry in before if entry.driver != driver or entry.variant not in changed]
         new = [
             Entry(driver=driver, variant=variant, outcome=outcome, detail=detail[:DETAIL_CHARS])
             for variant, (outcome, detail) in sorted(failed.items())
         ]
-        if new or len(kept) != len(self.entries()):
-            self._write([*kept, *new])
+        return [*kept, *new] if new or len(kept) != len(before) else None
 
-    def _write(self, entries: list[Entry]) -> None:
+    def _ensure_ours(self) -> None:
         if self._is_foreign():
             raise DeviceError(f"{self.path} is not ours to write: it holds no quarantine; name another file, or none")
+
+    def _write(self, entries: list[Entry]) -> None:
+        self._ensure_ours()
         content = {"version": VERSION, "entries": [dataclasses.asdict(entry) for entry in entries]}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,6 +173,38 @@ class Quarantine:
             f"the quarantine file {self.path} is damaged ({reason}); it is kept as {aside.name}, and no kernel is in "
             "quarantine until `xinfer doctor` has run again"
         )
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Nobody else between reading and writing a file, by a lock beside it: for as long as others give it up in time.
+
+    Where there are no locks, as on some network drives, all goes on without; what cannot be written is told elsewhere.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.with_name(path.name + ".lock").open("ab"))
+            end = time.monotonic() + LOCK_S
+            while not _lock(file.fileno()) and time.monotonic() < end:
+                time.sleep(0.01)
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Take a file's lock, which is given back when it is closed; whether it could be had."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # it is another's
+        return False
+    return True
 
 
 def quarantine_path() -> Path:

@@ -174,6 +174,10 @@ class RecoveringModel(Generic[L]):
                     token, left = chosen, left - 1
                     yield chosen
 
+    def token_seconds(self) -> float:
+        """As `QwenModel.token_seconds`."""
+        return self._run("a step", lambda model: model.token_seconds())
+
     def close(self) -> None:
         """Give model and device back; may be called twice."""
         with self._lock:

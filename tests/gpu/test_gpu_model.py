@@ -112,7 +112,7 @@ def test_every_weight_lies_where_the_layout_says(
         with QwenModel.load(weights, device) as model:
             allocations = [layout.table, *([layout.head] if layout.head else []), *layout.layers]
             parts = model._weights
-            buffers = [parts._table, *([parts._head] if parts._head else []), *parts._buffers]
+            buffers = [parts._table, *([parts._head] if parts._head else []), *parts.buffers]
             for allocation, buffer in zip(allocations, buffers, strict=True):
                 assert buffer.size == allocation.size
                 for place in allocation.places:

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import textwrap
 from collections.abc import Iterator, Sequence
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import typer
 from tests.unit.cli_run import run
 
 from xinfer import LLM
-from xinfer.cli.app import app, with_options
-from xinfer.model.synthetic import PRESETS, write_checkpoint
+from xinfer.cli.app import COMMANDS, app, with_options
+from xinfer.model.synthetic import MIN_VOCAB, PRESETS, write_checkpoint
 
 GREEDY = ("--temperature", 0, "--max-tokens", 12)
 
@@ -135,6 +137,12 @@ def test_a_bias_given_twice_is_wrong_usage() -> None:
         ("nope", "--json"),
         ("--nope", "--json"),
         ("--json", "devices"),
+        ("generate", "--quiet=3", "--json", "x"),
+        ("generate", "--json=1", "x"),
+        ("verify", "--json", "--longest", "0"),
+        ("doctor", "--deep=2", "--json"),
+        ("logits", "--json", "--tokens", "1"),
+        ("synth", "--json"),
     ],
 )
 def test_wrong_usage_is_json_where_json_was_asked_for(arguments: Sequence[str]) -> None:
@@ -153,6 +161,8 @@ def test_wrong_usage_is_json_where_json_was_asked_for(arguments: Sequence[str]) 
         (("generate", "--nope", "--", "--json"), 2),
         (("generate", "--max-tokens", "0", "--stop", "--json", "x"), 2),
         (("nope", "--", "--json"), 2),
+        (("logits", "--tokens", "--json"), 2),
+        (("synth", "--nope", "--", "--json"), 2),
     ],
 )
 def test_what_is_only_spelled_like_the_option_does_not_ask_for_json(arguments: Sequence[str], status: int) -> None:
@@ -200,6 +210,28 @@ def test_help_says_what_each_option_is() -> None:
         assert command.help == listed.help != "", name
         for parameter in command.params:
             assert parameter.help, f"{name} {parameter.name}"
+
+
+@pytest.mark.parametrize("name", [command.__name__ for command in COMMANDS])
+def test_help_is_whole_at_80_columns(name: str) -> None:
+    """Sentences end where the terminal does, not where the source does, and no bracket is taken for markup."""
+    shown = run(name, "--help", environment={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    lines = [line.strip() for line in shown.splitlines()]
+    command = with_options(name)
+    for paragraph in cleandoc(command.callback.__doc__ or "").split("\n\n"):
+        wrapped = textwrap.wrap(" ".join(paragraph.split()), 78)
+        begin = lines.index(wrapped[0])
+        assert lines[begin : begin + len(wrapped)] == wrapped
+    wide = run(name, "--help", environment={"COLUMNS": "250", "TERMINAL_WIDTH": "250"}).stdout
+    for parameter in command.params:
+        assert parameter.help in wide
+
+
+def test_synth_says_its_smallest_vocabulary_once(tmp_path: Path) -> None:
+    text = run("synth", "--help", environment={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).stdout
+    assert text.count(str(MIN_VOCAB)) == 1
+    assert "288" in run("synth", tmp_path / "m", "--vocab", MIN_VOCAB - 1, status=2).stderr
+    run("synth", tmp_path / "m", "--vocab", MIN_VOCAB)
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect", "explain"])

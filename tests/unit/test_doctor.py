@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from xinfer.cli import writing
 from xinfer.cli.app import app
 from xinfer.doctor import child, clinic, isolated
 from xinfer.doctor import report as reporting
@@ -78,11 +79,11 @@ def test_a_child_ends_when_its_parent_is_killed(script: Callable[[str], str], tm
     child = script(
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
         "from xinfer.doctor import isolated\n"
-        "isolated._end_with_parent()\n"
+        "isolated._end_with_parent(isolated.Path(job['answer']).parent)\n"
     )
     code = f"from xinfer.doctor import isolated\nisolated.run_isolated({child!r}, {{}}, timeout_s=60)\n"
     source = str(Path(isolated.__file__).parents[2])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(tmp_path)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, str(tmp_path)]), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", code], env=environment)
     number = tmp_path / "pid"
     until(lambda: number.exists() and number.read_text() != "")
@@ -90,6 +91,7 @@ def test_a_child_ends_when_its_parent_is_killed(script: Callable[[str], str], tm
     parent.kill()
     parent.wait()
     until(lambda: not Path(f"/proc/{number.read_text()}").exists())
+    assert not list(tmp_path.glob("xinfer-doctor-*"))
 
 
 def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
@@ -100,7 +102,25 @@ def until(condition: Callable[[], bool], *, seconds: float = 20.0) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGKILL"])
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_who_is_killed_from_outside_has_not_crashed(script: Callable[[str], str], name: str) -> None:
+    """By a machine that is short of memory, say: no kernel is to blame."""
+    ended = run_isolated(script(f"os.kill(os.getpid(), signal.{name})"), {}, timeout_s=30)
+    assert (ended.outcome, ended.detail.split()[0]) == (BROKEN, name)
+
+
+def test_an_answer_that_cannot_be_written_is_no_crash(script: Callable[[str], str]) -> None:
+    code = (
+        "from pathlib import Path\nfrom xinfer.doctor import child\n"
+        "child.write_answer(Path('/dev/full/answer.json'), {'outcome': 'right'})"
+    )
+    ended = run_isolated(script(code), {}, timeout_s=30)
+    assert ended.outcome == BROKEN
+    assert "Not a directory" in ended.detail
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT"])
 def test_a_signal_is_named(script: Callable[[str], str], name: str) -> None:
     ended = run_isolated(script(f"os.kill(os.getpid(), signal.{name})"), {}, timeout_s=30)
     assert (ended.outcome, ended.detail) == (CRASHED, name)
@@ -144,6 +164,7 @@ class FakeDevice:
         (DeviceHungError("'trial' has not ended after 48.0 s"), HUNG, "has not ended"),
         (DeviceError("vkCreateComputePipelines: VK_ERROR_UNKNOWN"), REFUSED, "VK_ERROR_UNKNOWN"),
         (OutOfMemoryError("too little memory"), SKIPPED, "too little"),
+        (MemoryError(), SKIPPED, "too little"),
         (ValueError("shapes"), BROKEN, "ValueError: shapes"),
     ],
 )
@@ -301,6 +322,25 @@ def test_who_fails_beside_others_is_tried_alone_and_only_then_blamed(machine: Ma
     assert sorted(name for name in set(runs) if runs.count(name) == 2) == sorted(beside)
 
 
+def test_what_cannot_be_kept_is_reported_all_the_same(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    machine.ends = {"add.plain": Ended(outcome=WRONG, detail="off by 3")}
+    report = clinic.examine(only="*plain", quarantine=Quarantine(tmp_path / "file" / "quarantine.json"))
+    (adapter,) = report["adapters"]
+    assert len(adapter["variants"]) > 5
+    assert not report["right"]
+    text = reporting.as_text(report)
+    assert "WRONG      add.plain: off by 3" in text
+    assert "NOT KEPT   the quarantine file" in text
+
+
+def test_a_machine_without_any_adapter_is_not_right(machine: Machine) -> None:
+    machine.adapters = []
+    report = clinic.examine(quarantine=machine.quarantine)
+    assert not report["right"]
+    assert "there is no adapter to examine" in reporting.as_text(report)
+
+
 def test_a_fault_of_the_trial_is_told_and_blames_no_kernel(machine: Machine) -> None:
     machine.ends = {"add.plain": Ended(outcome=BROKEN, detail="TypeError")}
     report = clinic.examine(only="add.*", quarantine=machine.quarantine)
@@ -375,3 +415,31 @@ def test_the_command_writes_one_file_and_ends_with_1(machine: Machine, tmp_path:
     done = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "no" / "report.json")])
     assert done.exit_code == 1
     assert "lies in none" in done.output
+
+
+@pytest.mark.parametrize("as_json", [(), ("--json",)])
+def test_a_report_that_cannot_be_written_is_printed_all_the_same(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_json: tuple[str, ...]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RequestError("the disk is full")
+
+    monkeypatch.setattr(writing, "write_file", fail)
+    command = ["doctor", "--only", "add.*", "--output", str(tmp_path / "report.json"), *as_json]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "error: the disk is full" in done.stderr
+    if as_json:
+        assert json.loads(done.stdout)["right"]
+    else:
+        assert "1 right" in done.stdout
+
+
+def test_a_file_that_may_not_be_written_is_refused_before_the_work(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    done = CliRunner().invoke(app, ["doctor", "--output", str(tmp_path / "report.json")])
+    assert done.exit_code == 1
+    assert "may not be written by this user" in done.stderr
+    assert machine.jobs == []

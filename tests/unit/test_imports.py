@@ -34,7 +34,7 @@ ALLOWED = {
     "doctor": {"_version", "gpu", "model", "ops", "quarantine", "shaders", "trials"},
     "verify": {"_version", "gpu", "gpu_model", "kv_cache", "model", "ops", "quarantine", "trials"},
     "trials": {"gpu", "model", "ops", "shaders"},
-    "inspection": {"checkpoint", "gpu", "model"},
+    "inspection": {"checkpoint", "gpu", "gpu_model", "model", "quarantine"},
     "llm": {
         "checkpoint",
         "engine",

@@ -125,7 +125,35 @@ def test_an_interrupted_writing_leaves_the_old_file(kept: Quarantine, monkeypatc
         kept.add(INFO, "b", "wrong")
     monkeypatch.undo()
     assert kept.path.read_bytes() == before
-    assert [path.name for path in kept.path.parent.iterdir()] == ["quarantine.json"]
+    assert {path.name for path in kept.path.parent.iterdir()} == {"quarantine.json", "quarantine.json.lock"}
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from xinfer.gpu.null import INFO
+from xinfer.quarantine import Quarantine
+kept = Quarantine(Path(sys.argv[1]))
+for n in range(30):
+    kept.add(INFO, f"{sys.argv[2]}{n}", "wrong")
+"""
+
+
+def test_two_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Two doctors, or a doctor and a model that has lost its device."""
+    path = tmp_path / "quarantine.json"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path), name]) for name in "ab"]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
+    assert Quarantine(path).variants_for(INFO) == {f"{name}{n}" for name in "ab" for n in range(30)}
+
+
+def test_a_lock_that_nobody_gives_back_is_waited_for_no_longer_than_it_takes(
+    kept: Quarantine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quarantine, "LOCK_S", 0.05)
+    monkeypatch.setattr(quarantine, "_lock", lambda _: False)
+    kept.add(INFO, "a", "wrong")
+    assert kept.variants_for(INFO) == {"a"}
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
@@ -19,7 +20,7 @@ from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
-from xinfer.cli.status import INTERNAL, INTERRUPTED
+from xinfer.cli.status import INTERNAL, INTERRUPTED, TERMINATED
 from xinfer.cli.synth import synth
 from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
@@ -52,7 +53,7 @@ class _Group(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for command in COMMANDS:
-            self.add_command(TyperCommand(command.__name__, help=cleandoc(command.__doc__ or "")))
+            self.add_command(TyperCommand(command.__name__, help=_unwrapped(command.__doc__ or "")))
 
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
@@ -96,25 +97,38 @@ class _Group(TyperGroup):
 def with_options(name: str | None) -> Any:
     """The command of that name, ready to run."""
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    single.command(cls=_Command)(next(command for command in COMMANDS if command.__name__ == name))
+    chosen = next(command for command in COMMANDS if command.__name__ == name)
+    single.command(cls=_Command, help=_unwrapped(chosen.__doc__ or ""))(chosen)
     return typer.main.get_command(single)
 
 
+def _unwrapped(doc: str) -> str:
+    """A docstring's paragraphs, each on one line: the help breaks them where the terminal is wide."""
+    paragraphs = cleandoc(doc).split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
-    """Whether --json is among the arguments as an option: not behind --, not another option's value."""
+    """Whether --json is among the arguments as an option: not behind --, not another option's value.
+
+    Of a command that has none as well, and where an option before it is wrong.
+    """
     parser = command.make_parser(ctx)
     parser.ignore_unknown_options = True
-    ctx.resilient_parsing = True  # what is wrong is told by the parse that counts
     try:
         values, _, _ = parser.parse_args(list(args))
-    finally:
-        ctx.resilient_parsing = False
-    return bool(values.get("as_json"))
+    except _UsageError:  # told by the parse that counts
+        return _spells_json(args)
+    if any(parameter.name == "as_json" for parameter in command.params):
+        return bool(values.get("as_json"))
+    given = [values.get(str(option.name)) for option in command.params if option.param_type_name == "option"]
+    return _spells_json(args) and "--json" not in given
 
 
 def _spells_json(args: list[str]) -> bool:
     """The same where no command is known, nor what options there are: --json is what is spelled so."""
-    return "--json" in args[: args.index("--") if "--" in args else None]
+    before = args[: args.index("--") if "--" in args else None]
+    return any(arg == "--json" or arg.startswith("--json=") for arg in before)
 
 
 def _without_type(option: Any) -> Any:
@@ -161,9 +175,16 @@ def _configure_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _terminate(*_: object) -> NoReturn:
+    """End as Ctrl-C does: what was begun is given back, temporary files and child processes too."""
+    raise SystemExit(TERMINATED)
+
+
 def main() -> None:
     """The `xinfer` command."""
     _configure_streams()
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # not where whoever runs us wants it to be ignored
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except OSError as error:  # writing the help to a full disk, say

@@ -11,20 +11,33 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars
 from xinfer.cli.output import print_json, say
-from xinfer.cli.writing import check_target, write_file
+from xinfer.cli.writing import check_target, write_report
 
 
 def doctor(
     *,
     device: Annotated[
-        str | None, typer.Option(help="One adapter: vulkan:1, or part of its name. [default: every GPU]")
+        str | None,
+        typer.Option(metavar="DEVICE", help="One adapter: vulkan:1, or part of its name.", show_default="every GPU"),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Longer contexts; whole shapes on software drivers too.")
+        bool, typer.Option("--deep", metavar="", help="Longer contexts; whole shapes on software drivers too.")
     ] = False,
-    only: Annotated[str | None, typer.Option(help="Kernel variants by pattern, such as 'linear_gemv.*'.")] = None,
-    time_limit: Annotated[float | None, typer.Option(min=1, help="Seconds for each kernel's process.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write one JSON file to attach to a bug report.")] = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Kernel variants by pattern, such as 'linear_gemv.*'.")
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="For each kernel's process.",
+            show_default="60; a software driver's 300; with --deep, five times that",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write one JSON file to attach to a bug report.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find out which kernels this machine's drivers run right.
@@ -47,11 +60,11 @@ def doctor(
         report = anonymous(
             examine(device=device, deep=deep, only=only, limit_s=time_limit, quarantine=quarantine, progress=progress)
         )
-    if output is not None:
-        write_file(output, json.dumps(report, indent=1) + "\n")
-        say(f"{output}: the report, without user, host or folders")
+    kept = output is None or write_report(
+        output, json.dumps(report, indent=1) + "\n", "the report, without user, host or folders"
+    )
     print_json(report) if as_json else typer.echo(as_text(report))
     if any(adapter["quarantined"] for adapter in report["adapters"]):
         say(f"the quarantine is kept in {quarantine.path}")
-    if not report["right"]:
+    if not (report["right"] and kept):
         raise typer.Exit(1)

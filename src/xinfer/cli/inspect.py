@@ -1,11 +1,13 @@
-"""`xinfer inspect`: what a checkpoint is, and the memory that it needs."""
+"""`xinfer inspect`: what a checkpoint is, the memory that it needs, and what it will do on a device."""
 
 from __future__ import annotations
+
+from typing import Annotated
 
 import typer
 
 from xinfer.cli import options
-from xinfer.cli.loading import resolve
+from xinfer.cli.loading import progress_bars, resolve
 from xinfer.cli.output import print_json
 
 
@@ -13,13 +15,43 @@ def inspect(
     model: options.ModelArgument = "demo",
     *,
     context: options.Context = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Predict memory, load time and speed on this GPU (auto, vulkan, ...) from measurements made now.",
+            show_default="no prediction",
+        ),
+    ] = None,
+    kv_cache: options.KVCache = "f16",
+    mode: options.Mode = "auto",
+    vram_budget: options.VramBudget = None,
     as_json: options.Json = False,
 ) -> None:
     """Show a checkpoint's configuration, its parameters and bytes, and the memory that it will need.
 
-    xinfer inspect Qwen/Qwen2.5-0.5B-Instruct --context 4096
-    """
-    from xinfer.inspection import inspect_model, render_inspection
+    With --device, how much of it will stay on that GPU, how long loading takes, and how fast it will answer.
 
-    report = inspect_model(resolve(model), context=context)
-    print_json(report) if as_json else typer.echo(render_inspection(report))
+    xinfer inspect Qwen/Qwen2.5-0.5B-Instruct --context 4096 --device vulkan --vram-budget 4GB
+    """
+    from xinfer.inspection import inspect_model, predict_model, render_inspection, render_prediction
+
+    folder = resolve(model)
+    report = inspect_model(folder, context=context)
+    if device is not None:
+        with progress_bars(quiet=as_json) as progress:
+            report["prediction"] = predict_model(
+                folder,
+                device,
+                context=context,
+                kv_cache=kv_cache,
+                mode=mode,
+                vram_budget=options.byte_count(vram_budget),
+                progress=progress and (lambda done, of: progress("measure", done, of)),
+            )
+    if as_json:
+        print_json(report)
+        return
+    typer.echo(render_inspection(report))
+    if device is not None:
+        typer.echo("\n" + render_prediction(report["prediction"]))

@@ -41,8 +41,8 @@ def load(
     options["vram_budget"] = byte_count(vram_budget)
     with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
         warn_of_software(device, llm.device, is_software=llm.is_software)
-        if llm.streaming and not quiet:
-            say(llm.streaming)
+        if not quiet and (chosen := llm.chosen()):
+            say(chosen)
         yield llm
 
 

@@ -36,6 +36,13 @@ KVCache = Annotated[
         "--kv-cache", metavar="f16|f32", help="A GPU's KV cache; f32 is twice as large, and gives the CPU's tokens."
     ),
 ]
+Mode = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|resident|streaming",
+        help="auto streams the layers that do not fit on a GPU, resident refuses, streaming streams one at least.",
+    ),
+]
 VramBudget = Annotated[
     str | None,
     typer.Option(

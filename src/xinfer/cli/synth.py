@@ -42,7 +42,9 @@ def synth(
     head_dim: Annotated[
         int | None, _of_preset(min=2, help="Width of a head, even; need not be hidden / heads.")
     ] = None,
-    vocab_size: Annotated[int | None, _of_preset("--vocab", min=1, help="Rows of the embedding, 288 or more.")] = None,
+    vocab_size: Annotated[
+        int | None, _of_preset("--vocab", min=288, help="Rows of the embedding: at least one for each byte.")
+    ] = None,
     max_position_embeddings: Annotated[
         int | None, _of_preset("--positions", min=1, help="Longest context, in tokens.")
     ] = None,

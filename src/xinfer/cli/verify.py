@@ -10,21 +10,32 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars, resolve
 from xinfer.cli.output import print_json, say
-from xinfer.cli.writing import check_target, write_file
+from xinfer.cli.writing import check_target, write_report
 
 
 def verify(
     model: options.ModelArgument = "demo",
     *,
     device: options.Device = "auto",
-    tokens: Annotated[int, typer.Option(min=1, max=512, help="Decode steps behind each of two prompts.")] = 8,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=512, metavar="N", help="Decode steps behind each of two prompts.")
+    ] = 8,
     longest: Annotated[
-        int | None, typer.Option(min=1, help="Longest prompt. [default: 513; less where software would take minutes]")
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Longest prompt, in tokens.",
+            show_default="513; less where a software driver would take minutes",
+        ),
     ] = None,
     against: Annotated[
-        str | None, typer.Option(help="A second device or API: the same there, and whose fault a difference is.")
+        str | None,
+        typer.Option(metavar="DEVICE", help="A second device or API: the same there, and whose fault a difference is."),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report as one page, with a heat map.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the report as one page, with a heat map.")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Check every op of every layer on your device against the reference.
@@ -45,9 +56,7 @@ def verify(
         report = run(
             resolve(model), device=device, against=against, n_steps=tokens, longest=longest, progress=progress, warn=say
         )
-    if html is not None:
-        write_file(html, as_page(report))
-        say(f"{html}: the report as a page")
+    kept = html is None or write_report(html, as_page(report), "the report as a page")
     print_json(report) if as_json else typer.echo(as_text(report))
-    if not report["right"]:
+    if not (report["right"] and kept):
         raise typer.Exit(1)

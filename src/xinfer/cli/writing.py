@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from xinfer.cli.output import say
 from xinfer.errors import RequestError
 
 
@@ -14,6 +15,19 @@ def check_target(path: Path, option: str) -> None:
         raise RequestError(
             f"{option} {path} is a folder, or lies in none; expected a file name in a folder that exists"
         )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise RequestError(f"{option} {path} may not be written by this user; name another file")
+
+
+def write_report(path: Path, text: str, what: str) -> bool:
+    """Write what took minutes to find, besides printing it, and say so; where that fails all else goes on."""
+    try:
+        write_file(path, text)
+    except RequestError as error:
+        say(f"error: {error}")
+        return False
+    say(f"{path}: {what}")
+    return True
 
 
 def write_file(path: Path, text: str) -> None:

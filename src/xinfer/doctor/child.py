@@ -18,7 +18,7 @@ import numpy as np
 
 from xinfer import gpu
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import BROKEN, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG, read_job
+from xinfer.doctor.isolated import BROKEN, HUNG, LOST, NO_ANSWER, REFUSED, RIGHT, SKIPPED, WRONG, read_job
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import directml
 from xinfer.gpu.api import Device
@@ -82,8 +82,12 @@ def try_directml() -> dict[str, Any]:
 def write_answer(target: Path, answer: dict[str, Any]) -> None:
     """Whole or not at all: the process may be killed at any time."""
     partial = target.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(answer), encoding="utf-8")
-    partial.replace(target)
+    try:
+        partial.write_text(json.dumps(answer), encoding="utf-8")
+        partial.replace(target)
+    except OSError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        sys.exit(NO_ANSWER)
 
 
 def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +98,8 @@ def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
     except DeviceLostError as error:
         reason = device.removed_reason()
         return {"outcome": LOST, "detail": str(reason) if reason.lost else str(error)}
-    except OutOfMemoryError as error:  # no fault of the kernel
-        return {"outcome": SKIPPED, "detail": str(error), "short": True}
+    except (OutOfMemoryError, MemoryError) as error:  # no fault of the kernel
+        return {"outcome": SKIPPED, "detail": str(error) or "too little memory", "short": True}
     except (LookupError, TypeError, ValueError, AssertionError) as error:  # a fault of ours, not of the kernel
         return {"outcome": BROKEN, "detail": f"{type(error).__name__}: {error}"}
     except DeviceError as error:

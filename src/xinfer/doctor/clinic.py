@@ -50,7 +50,7 @@ def examine(
         progress: called with "doctor", variants tried, variants in all and the one that is being tried.
 
     Raises:
-        DeviceError: `device` fits no adapter, or the quarantine cannot be written.
+        DeviceError: `device` fits no adapter.
         RequestError: `only` fits no variant.
     """
     quarantine = quarantine or Quarantine()
@@ -86,7 +86,7 @@ def examine(
         else {"outcome": directml.outcome, "detail": directml.detail}
         | ({"provider": directml.answer.get("provider")} if directml.answer else {}),
         "seconds": round(time.monotonic() - started, 1),
-        "right": found.outcome == RIGHT and all(adapter["right"] for adapter in adapters),
+        "right": found.outcome == RIGHT and adapters != [] and all(adapter["right"] for adapter in adapters),
     }
 
 
@@ -103,17 +103,17 @@ def _examine_adapter(
     scale = (menu.USUAL if deep else menu.SCALED_DOWN) if software else (menu.DEEP if deep else menu.USUAL)
     limit = limit_s or (LIMIT_SOFTWARE_S if software else LIMIT_S) * (DEEP_FACTOR if deep else 1)
     described = {field.name: getattr(info, field.name) for field in fields(info)} | {"features": sorted(info.features)}
-    report: dict[str, Any] = {"selector": selector, **described, "scale": scale.name, "variants": []}
+    report: dict[str, Any] = {"selector": selector, **described, "scale": scale.name, "variants": [], "not_kept": ""}
     opened = run_isolated(CHILD, {"kind": "open", "device": selector}, timeout_s=SURVEY_S)
     report["opened"] = {"outcome": opened.outcome, "detail": opened.detail}
     report["memory"] = (opened.answer or {}).get("memory")
     before = quarantine.variants_for(info)
     if opened.outcome == RIGHT:  # else no kernel is to blame
-        report["variants"] = _try_variants(info, names, scale, limit, quarantine, tick)
+        report["variants"], report["not_kept"] = _try_variants(info, names, scale, limit, quarantine, tick)
     after = quarantine.variants_for(info)
     report["quarantined"], report["lifted"] = sorted(after), sorted(before - after)
     failed = [entry for entry in report["variants"] if entry["outcome"] in (*FAILURES, BROKEN)]
-    report["right"] = opened.outcome == RIGHT and not failed
+    report["right"] = opened.outcome == RIGHT and not failed and not report["not_kept"]
     report["seconds"] = round(time.monotonic() - started, 1)
     return report
 
@@ -125,12 +125,13 @@ def _try_variants(
     limit_s: float,
     quarantine: Quarantine,
     tick: Callable[[int, str], None],
-) -> list[dict[str, Any]]:
-    """Each variant's entry, in order, whichever ended first.
+) -> tuple[list[dict[str, Any]], str]:
+    """Each variant's entry, in order, whichever ended first; and why what they said could not be kept.
 
     What is learned goes into the quarantine at once, as the machine may not survive the next.
     """
     found: dict[str, dict[str, Any]] = {}
+    not_kept: list[str] = []
     at_a_time = width(info.heap_bytes, CHILD_BYTES // (10 if scale is menu.SCALED_DOWN else 1))
     threads = max(1, cores() // at_a_time)
 
@@ -140,10 +141,13 @@ def _try_variants(
 
     def settle(tried: Tried) -> None:
         outcome, detail = tried.ended.outcome, tried.ended.detail
-        if outcome in FAILURES:
-            quarantine.add(info, tried.name, outcome, detail)
-        elif outcome == RIGHT:
-            quarantine.lift(info, [tried.name])
+        try:
+            if outcome in FAILURES:
+                quarantine.add(info, tried.name, outcome, detail)
+            elif outcome == RIGHT:
+                quarantine.lift(info, [tried.name])
+        except DeviceError as error:  # a home that is read-only, or full, is no reason to know less
+            not_kept.append(str(error))
         answer = tried.ended.answer or {}
         found[tried.name] = {
             "variant": tried.name,
@@ -157,7 +161,7 @@ def _try_variants(
 
     Round(start=start, at_a_time=at_a_time, settle=settle, tick=tick).run(names)
     tick(len(names), "")
-    return [found[name] for name in names]
+    return [found[name] for name in names], "".join(not_kept[:1])
 
 
 def choose(infos: Sequence[DeviceInfo], device: str | None) -> list[DeviceInfo]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ RIGHT, WRONG, HUNG, LOST, CRASHED, REFUSED, SKIPPED, BROKEN = (
 )
 FAILURES = (WRONG, HUNG, LOST, CRASHED, REFUSED)  # a kernel's; "broken" is a fault of the trial itself
 POLL_S = 0.01
+FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # no fault of a kernel's comes to these
+NO_ANSWER = 73  # a child's exit status when it cannot write
 ORPHANED = 75  # a child's exit status when its parent has gone
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 KILL_WAIT_S = 5.0  # for a killed process to go; one that sits in its driver may never
@@ -122,15 +125,16 @@ def run_isolated(module: str, job: dict[str, Any], *, timeout_s: float) -> Ended
 def read_job() -> dict[str, Any]:
     """In the child: the job. From then on it ends when its parent does, however that was ended."""
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
-    Thread(target=_end_with_parent, daemon=True).start()
+    Thread(target=_end_with_parent, args=(Path(job["answer"]).parent,), daemon=True).start()
     return job
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: Path) -> None:
     # Nothing more comes: it ends when nobody holds the other end any more. Not through sys.stdin, whose lock an exiting
     # interpreter wants.
     with suppress(OSError):
         os.read(0, 1)
+    shutil.rmtree(folder, ignore_errors=True)  # which the parent has made for us, and cannot remove any more
     os._exit(ORPHANED)
 
 
@@ -141,7 +145,12 @@ def _ended(code: int, target: Path, said: str) -> Ended:
     if answer is not None:  # it had its result and then fell over: while closing the device, say
         detail = f"{how_it_died(code)} after the answer {answer['outcome']!r}"
         return Ended(outcome=CRASHED, detail=detail, answer=answer)
-    return Ended(outcome=CRASHED, detail=f"{how_it_died(code)}{': ' + said if said else ''}")
+    if code == NO_ANSWER:
+        return Ended(outcome=BROKEN, detail=f"its answer could not be written: {said}")
+    died = how_it_died(code)
+    if died in FROM_OUTSIDE:
+        return Ended(outcome=BROKEN, detail=f"{died} from outside, as when the machine's memory is full")
+    return Ended(outcome=CRASHED, detail=f"{died}{': ' + said if said else ''}")
 
 
 def how_it_died(code: int) -> str:

@@ -55,6 +55,8 @@ def as_text(report: dict[str, Any]) -> str:
     survey = report["survey"]
     if survey["outcome"] != "right":
         lines.append(f"listing the adapters {survey['outcome']}: {survey['detail']}")
+    if not report["adapters"]:
+        lines += ["", "there is no adapter to examine"]
     for adapter in report["adapters"]:
         lines += ["", *_adapter_lines(adapter)]
     for name in report["not_examined"]:
@@ -93,6 +95,8 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
     lines += [f"  {entry['outcome'].upper():<9}  {entry['variant']}: {entry['detail']}" for entry in failed]
     unsteady = [entry for entry in adapter["variants"] if entry["beside_others"] and entry not in failed]
     lines += [f"  ALONE      {e['variant']}: {e['outcome']}; beside others: {e['beside_others']}" for e in unsteady]
+    if adapter["not_kept"]:
+        lines.append(f"  NOT KEPT   {adapter['not_kept']}")
     if adapter["quarantined"]:
         lines.append(f"  quarantine {', '.join(adapter['quarantined'])}: other kernels are used in their place")
     if adapter["lifted"]:

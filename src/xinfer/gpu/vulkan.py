@@ -99,8 +99,8 @@ class VulkanDevice(BufferOwner, StagingDevice):
         adapter.restrict(options.without)
         self.info: DeviceInfo = adapter.info
         compute, transfer = _choose_families(adapter.families)
-        if "timeline" not in self.info.features:
-            transfer = None  # queues could wait for each other by binary semaphores only
+        if "transfer_queue" not in self.info.features or "timeline" not in self.info.features:
+            transfer = None  # without timelines queues could wait for each other by binary semaphores only
         families = [compute] if transfer is None else [compute, transfer]
         self.core = Core(adapter, adapter.info.features, families)
         self.families = [family.index for family in families]
@@ -315,7 +315,7 @@ def _choose_families(families: list[QueueFamily]) -> tuple[QueueFamily, QueueFam
     graphics, compute = vk.VK_QUEUE_GRAPHICS_BIT, vk.VK_QUEUE_COMPUTE_BIT
     able = [family for family in families if family.flags & compute]
     main = next((family for family in able if not family.flags & graphics), able[0])
-    apart = [f for f in families if f.flags & vk.VK_QUEUE_TRANSFER_BIT and not f.flags & (graphics | compute)]
+    apart = [family for family in families if family.only_transfers]
     return main, apart[0] if apart else None
 
 

@@ -6,14 +6,17 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from xinfer import ops
-from xinfer.errors import OutOfMemoryError
+from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.forward import widths, workspace_bytes
 from xinfer.gpu_model.layout import RESIDENT, Split, WeightsLayout
 from xinfer.kv_cache import FIRST_TOKENS, CacheShape
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory
+from xinfer.model.weights import ModelWeights
 
+KVType = Literal["f16", "f32"]
+KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 Mode = Literal["auto", "resident", "streaming"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
@@ -67,16 +70,32 @@ class MemoryPlan:
         return self.layout.nbytes(self.split)
 
     @property
+    def on_host(self) -> int:
+        """Bytes of the host's memory that are held for the device: streamed layers, and a table that it reads."""
+        split = self.split
+        kept = sum(self.layout.layers[i].size for i in split.streamed) if split.pinned else 0
+        return kept + (self.layout.table.size if split.table_on_host else 0)
+
+    @property
+    def a_token(self) -> int:
+        """Bytes that go over the bus for each token."""
+        return sum(self.layout.layers[i].size for i in self.split.streamed)
+
+    @property
     def streaming(self) -> str | None:
         """For people: what is streamed; None where nothing is."""
-        split = self.split
+        return self.chosen if self.split.streamed else None
+
+    @property
+    def chosen(self) -> str:
+        """For people: which layers stay, and what is taken."""
+        split, n_layers = self.split, self.config.num_hidden_layers
+        taken = f"{_size(self.needed(None))} on the device"
         if not split.streamed:
-            return None
-        a_step = sum(self.layout.layers[i].size for i in split.streamed)
-        return (
-            f"{len(split.streamed)} of {self.config.num_hidden_layers} layers are streamed, {_size(a_step)} a token"
-            f"{'' if split.pinned else ', read from the disk each time'}; {_size(self.needed(None))} on the device"
-        )
+            return f"all {n_layers} layers are resident, {taken}"
+        from_disk = "" if split.pinned else ", read from the disk each time"
+        what = f"{len(split.streamed)} of {n_layers} layers are streamed"
+        return f"{what}, {_size(self.a_token)} a token{from_disk}; {taken}"
 
     def cache(self, context: int) -> int:
         """The KV cache and the rotary tables of one sequence."""
@@ -94,6 +113,41 @@ class MemoryPlan:
         """Tokens whose cache fits into `free` bytes, in whole blocks."""
         a_block = self.cache(self.shape.block_tokens)
         return max(0, free // a_block) * self.shape.block_tokens
+
+
+def check_memory_options(kv_cache: str, mode: str, vram_budget: int | None) -> None:
+    """Raise RequestError where a user's choice is not among the known ones."""
+    for name, value, known in (("kv_cache", kv_cache, KV_TYPES), ("mode", mode, MODES)):
+        if value not in known:
+            raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
+    if vram_budget is not None and vram_budget < 1:
+        raise RequestError(f"vram_budget={vram_budget}; expected a number of bytes")
+
+
+def plan_for(
+    weights: ModelWeights,
+    device: Device,
+    *,
+    kv_dtype: KVType = "f16",
+    context: int | None = None,
+    mode: Mode = "auto",
+    split: Split | None = None,
+) -> MemoryPlan:
+    """What a checkpoint would take of a device as it is now, within the limit that it has been given.
+
+    Raises:
+        OutOfMemoryError: it does not fit; see `choose_plan`. Not where the split is given.
+        DeviceError: kernels do not take heads of this size.
+    """
+    config = weights.config
+    if config.head_dim > ops.HEAD_DIM_MAX:
+        raise DeviceError(
+            f"the model has heads of {config.head_dim} dimensions; kernels take {ops.HEAD_DIM_MAX} at most: use "
+            "device='cpu'"
+        )
+    rows = max_rows(device.info, config, context or config.max_context)
+    plan = MemoryPlan(config=config, layout=WeightsLayout(weights), shape=cache_shape(config, kv_dtype), rows=rows)
+    return replace(plan, split=split) if split is not None else choose_plan(plan, device, mode=mode, context=context)
 
 
 def choose_plan(plan: MemoryPlan, device: Device, *, mode: Mode = "auto", context: int | None = None) -> MemoryPlan:

@@ -6,21 +6,20 @@ import itertools
 import threading
 import time
 from collections.abc import Generator, Iterable
-from dataclasses import replace
 from types import TracebackType
-from typing import Literal, NoReturn, Self, get_args
+from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xinfer import ops
-from xinfer.errors import DeviceError, NumericalError
+from xinfer.errors import NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
-from xinfer.gpu_model.layout import Split, WeightsLayout
+from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
-from xinfer.gpu_model.memory import MemoryPlan, Mode, cache_shape, choose_plan, max_rows
+from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
+from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
@@ -28,9 +27,6 @@ from xinfer.model.config import Qwen2Config
 from xinfer.model.tokens import checked_ids
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import BAD_TOKEN
-
-KVType = Literal["f16", "f32"]
-KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 
 FIRST_CHUNK = 8  # rows of the first chunk, which is timed
 FIRST_WHOLE_CHUNK = 32  # of a sequence of which all logits are wanted
@@ -110,21 +106,10 @@ class QwenModel:
             WeightsError: the checkpoint cannot be read, or has values beyond the range of f16.
             DeviceError: the quarantine leaves no variant of an op.
         """
-        config, layout = weights.config, WeightsLayout(weights)
-        if config.head_dim > ops.HEAD_DIM_MAX:
-            raise DeviceError(
-                f"the model has heads of {config.head_dim} dimensions; kernels take {ops.HEAD_DIM_MAX} at most: use "
-                "device='cpu'"
-            )
-        most = context or config.max_context
-        rows = max_rows(device.info, config, most)
-        plan = MemoryPlan(config=config, layout=layout, shape=cache_shape(config, kv_dtype), rows=rows)
+        config, most = weights.config, context or weights.config.max_context
         device.limit_memory(vram_budget)
-        if split is not None:
-            plan = replace(plan, split=split)
-        else:
-            plan = choose_plan(plan, device, mode=mode, context=context)
-        loaded = DeviceWeights(device, weights, layout, progress, split=plan.split)
+        plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode, split=split)
+        loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
             return cls(device, config, loaded, plan, context=most, exact=exact, quarantine=quarantine)
         except BaseException:
@@ -252,6 +237,12 @@ class QwenModel:
             finally:
                 recording.release()
         return [[(label, end - begin) for (_, begin), (label, end) in itertools.pairwise(stamps)] for stamps in runs]
+
+    def token_seconds(self) -> float:
+        """What a step takes, from a few that are run and forgotten."""
+        with self._lock:
+            self.claim(None)
+            return step_seconds(self._steps, 0, patience=0.02)
 
     def tune(self, tuning: Tuning) -> None:
         """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""

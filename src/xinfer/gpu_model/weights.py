@@ -33,7 +33,8 @@ class DeviceLayer:
 class DeviceWeights:
     """The weights of a model, in device memory or on their way to it.
 
-    `layers` says where each layer lies when it runs; a streamed one has to be sent there before: `send`.
+    `layers` says where each layer lies when it runs; a streamed one has to be sent there before: `send`. Without `load`
+    nothing is read, and the memory holds whatever it held.
 
     Raises:
         WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
@@ -48,6 +49,7 @@ class DeviceWeights:
         progress: Progress | None = None,
         *,
         split: Split = RESIDENT,
+        load: bool = True,
     ) -> None:
         self.split = split
         self.bytes_sent = 0  # of streamed layers, since the beginning
@@ -58,8 +60,9 @@ class DeviceWeights:
             self._again: Loader | None = None  # of streamed layers that the host does not keep
             if split.streamed and not split.pinned:
                 self._again = held.enter_context(Loader(device, held.enter_context(weights.reopen())))
-            with Loader(device, weights) as loader:
-                loader.load(self._jobs(), progress=progress)
+            if load:
+                with Loader(device, weights) as loader:
+                    loader.load(self._jobs(), progress=progress)
             self._held = held.pop_all()
         info, table, head = device.info, layout.table, layout.head
         self.embed = _matrix(info, self._table, table.places[:1])
@@ -67,7 +70,7 @@ class DeviceWeights:
         self.head = self.embed if head is None or self._head is None else _matrix(info, self._head, head.places)
         self.layers = tuple(
             _device_layer(info, buffer, part, i)
-            for i, (buffer, part) in enumerate(zip(self._buffers, layout.layers, strict=True))
+            for i, (buffer, part) in enumerate(zip(self.buffers, layout.layers, strict=True))
         )
 
     def _allocate(self, held: ExitStack) -> None:
@@ -81,13 +84,13 @@ class DeviceWeights:
         self._table = buffer(layout.table.size, "embedding", "upload" if split.table_on_host else "device")
         self._head = None if layout.head is None else buffer(layout.head.size, "LM head")
         slots = [buffer(layout.slot_bytes, f"slot {i}") for i in range(split.n_slots)]
-        self._buffers: list[Buffer] = []  # where each layer lies when it runs
+        self.buffers: list[Buffer] = []  # where each layer lies when it runs
         self._pinned: dict[int, Buffer] = {}
         for i, part in enumerate(layout.layers):
             if i not in split.streamed:
-                self._buffers.append(buffer(part.size, f"layer {i}"))
+                self.buffers.append(buffer(part.size, f"layer {i}"))
                 continue
-            self._buffers.append(slots[split.slot(i)])
+            self.buffers.append(slots[split.slot(i)])
             if split.pinned:
                 self._pinned[i] = buffer(part.size, f"layer {i}, host", "upload")
 
@@ -98,16 +101,22 @@ class DeviceWeights:
             jobs += _jobs(layout.head, self._head)
         for i, part in enumerate(layout.layers):
             if i not in self.split.streamed or self.split.pinned:
-                jobs += _jobs(part, self._pinned.get(i, self._buffers[i]))
+                jobs += _jobs(part, self._pinned.get(i, self.buffers[i]))
         return jobs
+
+    @property
+    def on_device(self) -> tuple[Buffer, ...]:
+        """Every allocation of device memory: the layers', or the slots that they share, and the rest."""
+        others = (self._table, *([] if self._head is None else [self._head]))
+        return tuple(dict.fromkeys(b for b in (*self.buffers, *others) if b.kind == "device"))
 
     def send(self, i: int) -> None:
         """Let layer i be copied into its slot, behind the submitted work that uses the slot."""
         size = self._layout.layers[i].size
         if self._again is None:
-            self._device.transfer(self._pinned[i][:size], self._buffers[i][:size])
+            self._device.transfer(self._pinned[i][:size], self.buffers[i][:size])
         else:
-            self._again.load(_jobs(self._layout.layers[i], self._buffers[i]), flush=False)
+            self._again.load(_jobs(self._layout.layers[i], self.buffers[i]), flush=False)
         self.bytes_sent += size
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -63,6 +64,17 @@ class ModelWeights:
     def reopen(self) -> ModelWeights:
         """The same checkpoint, opened once more; both have to be closed."""
         return type(self).open(self.folder, config=self.config)
+
+    def first_layers(self, n: int) -> ModelWeights:
+        """The same open files as a model of the first n layers alone. This one closes them."""
+        config = dataclasses.replace(self.config, num_hidden_layers=n, layer_windows=self.config.layer_windows[:n])
+        wanted = names.expected_shapes(config).keys() & self.tensors.keys()
+        return ModelWeights(
+            self.folder,
+            config,
+            {name: info for name, info in self.tensors.items() if name in wanted},
+            self._files.values(),
+        )
 
     @classmethod
     def open(cls, path: Path, *, config: Qwen2Config | None = None) -> Self:

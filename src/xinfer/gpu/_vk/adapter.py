@@ -57,6 +57,12 @@ class QueueFamily:
     timestamp_bits: int
 
     @property
+    def only_transfers(self) -> bool:
+        """Whether it does nothing else: a copy engine."""
+        others = vk.VK_QUEUE_GRAPHICS_BIT | vk.VK_QUEUE_COMPUTE_BIT
+        return bool(self.flags & vk.VK_QUEUE_TRANSFER_BIT) and not self.flags & others
+
+    @property
     def stages(self) -> int:
         """The pipeline stages that we use on it."""
         compute = vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT if self.flags & vk.VK_QUEUE_COMPUTE_BIT else 0
@@ -121,6 +127,8 @@ class Adapter:
         names = {
             f.name for f in listed if not f.struct or all(getattr(structs[f.struct], member) for member in f.members)
         }
+        if "timeline" in names and any(family.only_transfers for family in self.families):
+            names.add("transfer_queue")
         subgroup = self.extra["subgroup"]
         if subgroup.supportedStages & vk.VK_SHADER_STAGE_COMPUTE_BIT:
             names.update(name for name, bit in SUBGROUP_OPERATIONS.items() if subgroup.supportedOperations & bit)

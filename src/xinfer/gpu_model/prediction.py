@@ -1,0 +1,261 @@
+"""What a model will take of a device, and how fast it will be there, before it is loaded.
+
+Nothing is looked up: the first layers are read from the checkpoint into memory like that which the model would take,
+steps of these layers run by the kernels that it would run, and a streamed layer is copied as it would be. What a layer
+costs follows from steps of more and of fewer layers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+
+from xinfer.gpu.api import Device, DeviceInfo
+from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
+from xinfer.gpu_model.loading import Job, Loader
+from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
+from xinfer.gpu_model.steps import LOAD, STEP, Steps
+from xinfer.gpu_model.weights import DeviceWeights
+from xinfer.model.weights import ModelWeights
+
+SAMPLE = 256 << 20  # bytes of layers that steps are timed on: more than caches hold
+SAMPLE_SOFTWARE = 24 << 20  # on the CPU, where a step of that much takes as long
+SHORT = 128  # tokens before a step that is timed
+LOADING_S = 0.7  # that reading may take
+STEPS_S = 0.3  # that steps of one kind are timed for
+MOST_STEPS = 32  # queued together
+COPIES = 8  # of one layer, to time the bus
+FILLER = 0x2C002C00  # 1/16 in f16, next to nothing in bf16 and f32: no number that slows anything down
+
+Stages = Callable[[int, int], None]  # measurements done, and how many there are
+N_STAGES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Bytes, seconds, and bytes a second."""
+
+    plan: MemoryPlan
+    context: int | None  # tokens that a cache was asked for; None: it grows with the need
+    load_speed: float  # from the checkpoint into the device's memory
+    bus_speed: float  # from the host's memory into the device's
+    memory_speed: float  # at which a step reads its layers
+    load_seconds: float
+    token_seconds: float  # behind a short prompt
+    token_seconds_at_context: float  # behind all the tokens that the context allows, but one
+
+    @property
+    def vram(self) -> int:
+        """Bytes of the device's memory."""
+        return self.plan.needed(self.context)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one sequence, behind a short prompt."""
+        return 1 / self.token_seconds
+
+
+def predict(
+    weights: ModelWeights,
+    device: Device,
+    *,
+    kv_dtype: KVType = "f16",
+    context: int | None = None,
+    mode: Mode = "auto",
+    vram_budget: int | None = None,
+    quarantine: Iterable[str] = (),
+    progress: Stages | None = None,
+) -> Prediction:
+    """Measure for a second or two. Arguments as for `QwenModel.load`.
+
+    Raises:
+        OutOfMemoryError: the model does not fit.
+        WeightsError: the checkpoint cannot be read.
+    """
+    tell: Stages = progress or (lambda *_: None)
+    device.limit_memory(vram_budget)
+    try:
+        plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode)
+        with ExitStack() as held:
+            probe = _Probe(weights, device, plan, quarantine, held)
+            tell(1, N_STAGES)
+            start, load_speed = probe.read()
+            probe.fill()
+            tell(2, N_STAGES)
+            pinned_speed, bus_speed = probe.bus()
+            tell(3, N_STAGES)
+            few = max(1, probe.n // 4)
+            positions = [SHORT] if context is None else [min(SHORT, context // 2), max(0, context - MOST_STEPS - 1)]
+            setup, fewer = probe.steps(few, positions[:1])
+            tell(4, N_STAGES)
+            setup, more = probe.steps(probe.n, positions)
+            tell(5, N_STAGES)
+    finally:
+        device.limit_memory(None)
+    a_layer = max(more[0] - fewer[0], 0.0) / (probe.n - few) if probe.n > few else more[0]
+    a_layer = a_layer or more[0] / probe.n
+    rest = max(0.0, more[0] - probe.n * a_layer)
+    of_keys = max(0.0, more[-1] - more[0]) / probe.n
+    pinned = plan.on_host
+    straight = plan.layout.nbytes(replace(plan.split, n_slots=0))
+    return Prediction(
+        plan=plan,
+        context=context,
+        load_speed=load_speed,
+        bus_speed=bus_speed,
+        memory_speed=plan.layout.slot_bytes / a_layer,
+        load_seconds=start + setup + straight / load_speed + pinned / pinned_speed,
+        token_seconds=rest + _layers(plan, device.info, a_layer, bus_speed, load_speed),
+        token_seconds_at_context=rest + _layers(plan, device.info, a_layer + of_keys, bus_speed, load_speed),
+    )
+
+
+def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float, load_speed: float) -> float:
+    """Seconds of all layers of a step.
+
+    A queue of its own copies a layer while others run, as long as there is another slot; one queue does one after the
+    other.
+    """
+    split, compute = plan.split, plan.config.num_hidden_layers * a_layer
+    if not split.streamed:
+        return compute
+    copy = plan.a_token / (bus_speed if split.pinned else load_speed)
+    if "transfer_queue" not in info.features:
+        return copy + compute
+    if split.n_slots == 1:
+        return max(copy + len(split.streamed) * a_layer, compute)
+    return max(copy, compute)
+
+
+class _Probe:
+    """The first layers of a model on a device. Everything is given back by `held`."""
+
+    def __init__(
+        self, weights: ModelWeights, device: Device, plan: MemoryPlan, quarantine: Iterable[str], held: ExitStack
+    ) -> None:
+        self._device = device
+        self._plan = plan
+        self._quarantine = tuple(quarantine)
+        self._held = held
+        n_layers, split = plan.config.num_hidden_layers, plan.split
+        room = n_layers - len(split.streamed) + split.n_slots  # layers that the plan has memory for
+        sample = SAMPLE_SOFTWARE if device.info.kind == "cpu" else SAMPLE
+        self.n = min(n_layers, max(2, min(-(-sample // plan.layout.slot_bytes), room)))
+        self._weights = weights
+        self._part = weights.first_layers(self.n)
+        self._layout = WeightsLayout(self._part)
+        self._loaded = DeviceWeights(
+            device, self._part, self._layout, split=replace(RESIDENT, table_on_host=split.table_on_host), load=False
+        )
+        held.callback(self._loaded.release)
+
+    def read(self) -> tuple[float, float]:
+        """Seconds before loading is at its full speed, and that speed: of the first layers, and for a while of others.
+
+        Where the host writes the device's memory itself, new memory is slower than memory written before.
+        """
+        buffers, layers = self._loaded.buffers, WeightsLayout(self._weights).layers
+        jobs = [(place, buffers[i % self.n]) for i, layer in enumerate(layers) for place in layer.places]
+        per_layer = len(jobs) // len(layers)
+        with Loader(self._device, self._weights) as loader:
+            n_first, first = _timed_load(loader, jobs[: self.n * per_layer])
+            in_place = self._device.info.kind in ("integrated", "cpu")
+            n_more, more = (0, 0.0) if in_place else _timed_load(loader, jobs[self.n * per_layer :])
+        speed = n_more / more if n_more else n_first / first
+        return max(0.0, first - n_first / speed), speed
+
+    def fill(self) -> None:
+        """Give numbers to what was not read."""
+        recording = self._device.create_recording("filler")
+        self._held.callback(recording.release)
+        for buffer in self._loaded.on_device:
+            recording.fill(buffer[: buffer.size // 4 * 4], FILLER)
+        recording.finish()
+        self._device.wait(self._device.submit(recording))
+
+    def bus(self) -> tuple[float, float]:
+        """Bytes a second of filling memory that the device copies from, and of copying a layer from there."""
+        size = self._layout.layers[0].size
+        source = self._device.create_buffer  # made when it is timed
+        began = time.perf_counter()
+        pinned = source(size, "upload", "bus")
+        self._held.callback(pinned.release)
+        with Loader(self._device, self._part) as loader:
+            loader.load([(place, pinned) for place in self._layout.layers[0].places])
+        filled = time.perf_counter() - began
+        targets = self._loaded.buffers
+        seconds = []
+        for _ in range(2):  # the first time from cold
+            began = time.perf_counter()
+            for i in range(COPIES):
+                self._device.transfer(pinned[:size], targets[i % self.n][:size])
+            self._device.flush_uploads()
+            seconds.append((time.perf_counter() - began) / COPIES)
+        return size / filled, size / min(seconds)
+
+    def steps(self, n: int, positions: Sequence[int]) -> tuple[float, list[float]]:
+        """Seconds to set steps of the first n layers up, and of a step behind so many tokens each."""
+        config = self._part.first_layers(n).config
+        plan = replace(
+            self._plan,
+            config=config,
+            layout=self._layout,
+            shape=replace(self._plan.shape, n_layers=n),
+            split=self._loaded.split,
+        )
+        context = max(positions) + MOST_STEPS + 1
+        began = time.perf_counter()
+        steps = Steps(self._device, config, self._loaded, plan, context=context, quarantine=self._quarantine)
+        try:
+            setup = time.perf_counter() - began
+            return setup, [step_seconds(steps, position) for position in positions]
+        finally:
+            steps.close()
+
+
+def _timed_load(loader: Loader, jobs: Sequence[Job]) -> tuple[int, float]:
+    """Bytes read in LOADING_S at most, and the seconds."""
+    began, read = time.perf_counter(), 0
+
+    def enough(done: int, total: int) -> None:
+        nonlocal read
+        read = done
+        if done < total and time.perf_counter() - began > LOADING_S:
+            raise _EnoughError
+
+    with suppress(_EnoughError):
+        loader.load(jobs, progress=enough)
+    return read, time.perf_counter() - began
+
+
+class _EnoughError(Exception):
+    """What was wanted is known."""
+
+
+def step_seconds(steps: Steps, position: int, *, patience: float = STEPS_S) -> float:
+    """Seconds of a step behind `position` tokens, in a queue of them; the fastest of some rounds.
+
+    It takes two steps at least, and about `patience` seconds.
+    """
+    cache = steps.pool.make_cache(position + MOST_STEPS + 1)
+    cache.reserve(position + MOST_STEPS)  # given back with the cache
+    recording = steps.decode(steps.config.vocab_size)
+
+    def run(n: int) -> float:
+        steps.stage_one(0, cache, position=position)
+        began = time.perf_counter()
+        ticket = steps.submit(recording, (LOAD, STEP))
+        for _ in range(n - 1):
+            ticket = steps.submit(recording, (STEP,))
+        steps.wait(ticket)
+        return (time.perf_counter() - began) / n
+
+    run(1)  # in which drivers do what they had put off
+    until = time.perf_counter() + patience
+    rounds = [run(1)]
+    n = max(1, min(MOST_STEPS, round(patience / 3 / rounds[0])))
+    while time.perf_counter() < until:
+        rounds.append(run(n))
+    return min(rounds)

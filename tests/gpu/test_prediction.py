@@ -1,0 +1,124 @@
+"""What `xinfer inspect --device` foretells: the memory to the byte here, the speeds in benchmarks/streaming.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from tests.conftest import CheckpointFactory
+
+import build_shaders
+from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
+from xinfer.gpu.api import BufferKind, Device
+from xinfer.gpu_model import QwenModel, predict, prediction
+from xinfer.gpu_model.layout import RESIDENT, Split, WeightsLayout
+from xinfer.gpu_model.memory import MemoryPlan, Mode, cache_shape
+from xinfer.inspection import predict_model, render_prediction
+from xinfer.model.synthetic import SyntheticSpec
+from xinfer.model.weights import ModelWeights
+
+SPEC = SyntheticSpec(num_hidden_layers=6, hidden_size=256, intermediate_size=1024, dtype="float16")
+UNTIED = dataclasses.replace(SPEC, tie_word_embeddings=False)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    build_shaders.build()
+    monkeypatch.setattr(prediction, "STEPS_S", 0.01)
+    monkeypatch.setattr(prediction, "LOADING_S", 0.05)
+    monkeypatch.setattr(prediction, "SAMPLE_SOFTWARE", 1)
+
+
+@pytest.mark.parametrize(("spec", "mode"), [(SPEC, "auto"), (SPEC, "streaming"), (UNTIED, "streaming")])
+def test_memory_is_what_the_model_then_takes(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, spec: SyntheticSpec, mode: Mode
+) -> None:
+    create, made = device.create_buffer, []
+
+    def noted(size: int, kind: BufferKind = "device", label: str = "") -> object:
+        made.append((size, kind, label))
+        return create(size, kind, label)
+
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        budget = None
+        if mode == "streaming":
+            whole = MemoryPlan(
+                config=weights.config, layout=WeightsLayout(weights), shape=cache_shape(weights.config, "f16"), rows=64
+            )
+            budget = whole.needed(512) - 2 * whole.layout.slot_bytes
+        stages: list[tuple[int, int]] = []
+        found = predict(
+            weights, device, mode=mode, context=512, vram_budget=budget, progress=lambda *at: stages.append(at)
+        )
+        assert stages == [(n, prediction.N_STAGES) for n in range(1, prediction.N_STAGES + 1)]
+        monkeypatch.setattr(device, "create_buffer", noted)
+        with QwenModel.load(weights, device, mode=mode, context=512, vram_budget=budget) as model:
+            model.make_cache(512).reserve(512)
+            assert model.plan.split == found.plan.split
+        device.limit_memory(None)
+    assert (mode == "streaming") == bool(found.plan.split.streamed)
+    weight_bytes = sum(n for n, kind, label in made if kind == "device" and label.startswith(("layer", "slot", "LM")))
+    weight_bytes += sum(n for n, kind, label in made if kind == "device" and label == "embedding")
+    assert weight_bytes == found.plan.weights
+    assert sum(n for n, kind, label in made if kind == "upload" and label.endswith(("host", "embedding"))) == (
+        found.plan.on_host
+    )
+    taken = sum(n for n, kind, _ in made if kind == "device")  # a pool that grew has taken twice
+    assert found.plan.weights + found.plan.shape.total_bytes(found.plan.shape.blocks_for(512)) <= taken <= found.vram
+
+
+def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkpoint: CheckpointFactory) -> None:
+    device.flush_uploads()
+    with ModelWeights.open(checkpoint(SPEC)) as weights:
+        predict(weights, device)  # staging comes to stay
+        device.collect()  # type: ignore[attr-defined]
+        before, budget = device.live_objects(), device.memory().budget
+        found = predict(weights, device, context=400, vram_budget=300 << 20)
+        device.collect()  # type: ignore[attr-defined]
+        assert device.live_objects() == before
+        assert device.memory().budget == budget
+    for name in ("load_speed", "bus_speed", "memory_speed", "load_seconds", "token_seconds"):
+        assert getattr(found, name) > 0, name
+    assert found.token_seconds_at_context >= found.token_seconds
+
+
+def test_what_does_not_fit_is_told_before_anything_is_measured(device: Device, checkpoint: CheckpointFactory) -> None:
+    with ModelWeights.open(checkpoint(SPEC)) as weights, pytest.raises(OutOfMemoryError, match="are missing"):
+        predict(weights, device, vram_budget=1 << 20)
+
+
+def test_the_report_is_json_and_text(device: Device, checkpoint: CheckpointFactory) -> None:
+    selector = f"{device.info.api}:{device.info.index}"
+    report = json.loads(json.dumps(predict_model(checkpoint(SPEC), selector, mode="streaming", context=300)))
+    assert report["layers"] == 6
+    assert report["streamed_layers"] == 2
+    assert report["ram"] == report["bytes_a_token_over_the_bus"] > 0
+    text = render_prediction(report)
+    assert "2 of 6 streamed from RAM" in text
+    assert "tok/s" in text
+    with pytest.raises(RequestError, match="mode='fast'"):
+        predict_model(checkpoint(SPEC), selector, mode="fast")
+    with pytest.raises(DeviceError, match="is the CPU"):
+        predict_model(checkpoint(SPEC), "cpu")
+
+
+def test_copies_hide_behind_steps_only_on_a_queue_of_their_own(device: Device, checkpoint: CheckpointFactory) -> None:
+    """Worked by hand: 6 layers of 1 s each, and copies of 3 s a layer."""
+    with ModelWeights.open(checkpoint(SPEC)) as weights:
+        layout = WeightsLayout(weights)
+        plan = MemoryPlan(config=weights.config, layout=layout, shape=cache_shape(weights.config, "f16"), rows=64)
+    one = dataclasses.replace(device.info, features=device.info.features - {"transfer_queue"})
+    two = dataclasses.replace(device.info, features=device.info.features | {"transfer_queue"})
+    bus = layout.slot_bytes / 3
+
+    def seconds(split: Split, info: object, load: float = 1.0) -> float:
+        return prediction._layers(dataclasses.replace(plan, split=split), info, 1.0, bus, load)  # type: ignore[arg-type]
+
+    assert seconds(RESIDENT, one) == 6
+    assert seconds(Split(streamed=(0, 3), n_slots=2), one) == pytest.approx(6 + 6)
+    assert seconds(Split(streamed=(0, 2, 4), n_slots=2), two) == pytest.approx(9)
+    assert seconds(Split(streamed=(0,), n_slots=2), two) == pytest.approx(6)
+    assert seconds(Split(streamed=(0, 2, 4), n_slots=1), two) == pytest.approx(9 + 3)
+    from_disk = Split(streamed=(0, 3), n_slots=2, pinned=False)
+    assert seconds(from_disk, one, load=bus / 2) == pytest.approx(12 + 6)
