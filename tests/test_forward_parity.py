@@ -241,6 +241,7 @@ def test_f16_cache_with_biases_as_large_as_trained_ones(device: Device, checkpoi
 
 
 @pytest.mark.parametrize("case", ["gqa", "deep", "wide_heads", "large_k_bias"])
+@pytest.mark.usefixtures("one_chunk")
 def test_activations_of_11_bits_keep_their_limit(device: Device, checkpoint: CheckpointFactory, case: str) -> None:
     """What prompts are read with on matrix cores unless exactness is asked for; elsewhere nothing changes."""
     with both(checkpoint(case), device, kv_dtype="f16", exact=False) as (model, oracle):

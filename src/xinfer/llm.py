@@ -168,8 +168,8 @@ class LLM:
             a model that does not fit, "streaming" streams at least a layer.
         vram_budget: bytes of a GPU's memory that may be taken; None: what is free.
         progress: called with (stage, done, total) while loading and reading long prompts.
-        exact: multiply a prompt's activations on matrix cores to 22 bits, as float32 would; else to 11, as f16 has them,
-            which is faster. Without matrix cores, and for single tokens, they are float32 in either case.
+        exact: read prompts in float32's accuracy on matrix cores, too, with activations of 22 bits; else they have 11,
+            as f16 has, which is faster. Without matrix cores, and for single tokens, they are float32 in either case.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
 
