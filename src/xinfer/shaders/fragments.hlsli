@@ -111,7 +111,7 @@ uint2 wave_and_lane(uint lane) {
 #if EMULATE
     return uint2(lane / 32, lane % 32);
 #else
-    return uint2(wave_index(), WaveGetLaneIndex());
+    return uint2(wave_index(lane), WaveGetLaneIndex());
 #endif
 }
 
