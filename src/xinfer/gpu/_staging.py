@@ -299,5 +299,5 @@ class StagingDevice:
         return status
 
     def limit_memory(self, n_bytes: int | None) -> None:
-        """Let device buffers take so much at most."""
-        self.allocator.meter.limit = n_bytes
+        """Let device buffers take so much at most; the peak begins anew."""
+        self.allocator.meter.set_limit(n_bytes)
