@@ -304,6 +304,7 @@ def test_a_budget_is_kept(device: Device, checkpoint: CheckpointFactory) -> None
             with QwenModel.load(weights, device, kv_dtype="f32", vram_budget=budget) as model:
                 assert device.memory().budget - device.memory().used <= budget
                 found = answers(model, ids)
+                assert device.memory().peak <= budget
                 kept.append(6 - len(model.plan.split.streamed))
                 assert model.plan.needed(None) <= budget
             assert found[0] == expected[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
@@ -128,6 +128,14 @@ class Steps:
         """Use these variants from now on; what was recorded is recorded again."""
         self._tuning = tuning
         self._generation = -1
+
+    def layers_moved(self) -> None:
+        """Forget what was recorded: layers lie elsewhere. Nothing is allocated."""
+        for recording in self._recordings.values():
+            recording.release()
+        self._recordings.clear()
+        if self._network is not None:
+            self._network = replace(self._network)  # for those who ask whether it is still the same
 
     def decode(self, n_valid: int) -> Recording:
         """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
