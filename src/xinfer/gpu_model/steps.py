@@ -258,7 +258,9 @@ class Steps:
             kind, _, layer = rest.partition(" ")
             if kind == STREAMED:
                 if together:
-                    self.device.submit(recording, together)
+                    ticket = self.device.submit(recording, together)
+                    if LOAD in together or STEP in together:
+                        self._staging_used = ticket  # also where sending fails
                 self._weights.send(int(layer))
                 together = []
             together.append(name)

@@ -57,9 +57,10 @@ class DeviceWeights:
         self._layout = layout
         with ExitStack() as held:
             self._allocate(held)
-            self._again: Loader | None = None  # of streamed layers that the host does not keep
+            self._source: ModelWeights | None = None  # of streamed layers that the host does not keep
             if split.streamed and not split.pinned:
-                self._again = held.enter_context(Loader(device, held.enter_context(weights.reopen())))
+                self._source = held.enter_context(weights.reopen())
+                self._again = held.enter_context(Loader(device, self._source))
             if load:
                 with Loader(device, weights) as loader:
                     loader.load(self._jobs(), progress=progress)
@@ -112,12 +113,17 @@ class DeviceWeights:
         return tuple(dict.fromkeys(b for b in (*self.buffers, *others) if b.kind == "device"))
 
     def send(self, i: int) -> None:
-        """Let layer i be copied into its slot, behind the submitted work that uses the slot."""
+        """Let layer i be copied into its slot, behind the submitted work that uses the slot.
+
+        Raises:
+            WeightsError: it is read from a file that has changed, or cannot be read.
+        """
         size = self._layout.layers[i].size
-        if self._again is None:
+        if self._source is None:
             self._device.transfer(self._pinned[i][:size], self.buffers[i][:size])
         else:
             self._again.load(_jobs(self._layout.layers[i], self.buffers[i]), flush=False)
+            self._source.check_unchanged()  # behind the reading, so that nothing changed goes unnoticed
         self.bytes_sent += size
 
     def move_out(self, chosen: Sequence[int]) -> int:
