@@ -10,7 +10,7 @@ TORCH  := $(VENV)/.compare
 export OPENBLAS_NUM_THREADS ?= $(shell nproc 2>/dev/null || echo 2)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup vulkan headers demo test test-d3d12 check compare soak clean
+.PHONY: help setup vulkan headers demo test test-d3d12 test-d3d12-dxil check compare soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,13 @@ test-d3d12: $(READY)  ## what runs on Direct3D 12, through vkd3d (needs root or 
 	$(PY) tools/build_shaders.py
 	XINFER_REQUIRE_GPU=1 XINFER_TEST_BACKENDS=d3d12 PYTHON=$(PY) ./scripts/vkd3d-env \
 	  python3 -m pytest -p no:cacheprovider -m 'not soak' -k d3d12 tests/gpu tests/test_forward_parity.py
+
+DXIL_TESTS := tests/unit/test_dxc.py tests/gpu/test_rms_norm.py tests/gpu/test_argmax.py tests/gpu/test_swiglu.py
+test-d3d12-dxil: $(READY)  ## ops on Direct3D 12 by shader model 6, through a dxcompiler for Linux that is fetched (70 MB)
+	$(PY) tools/build_shaders.py
+	PYTHON=$(PY) ./scripts/fetch-dxc
+	XINFER_DXC=.cache/dxc XINFER_REQUIRE_GPU=1 XINFER_TEST_BACKENDS=d3d12 PYTHON=$(PY) ./scripts/vkd3d-env \
+	  python3 -m pytest -p no:cacheprovider -k 'd3d12 or real' $(DXIL_TESTS)
 
 check: $(READY) headers  ## format, lint, types and unit tests
 	$(VENV)/bin/ruff format --check .

@@ -63,7 +63,14 @@ class Quarantine:
     def __init__(self, path: Path | None = None, *, warn: Warn | None = None) -> None:
         self.path = path or quarantine_path()
         self._named = path is None and bool(os.environ.get(PATH_VARIABLE))  # by the user, who may name anything
-        self._warn = warn or (lambda _: None)
+        self._told: set[str] = set()
+        self._tell = warn or (lambda _: None)
+
+    def _warn(self, text: str) -> None:
+        """Once, however often the file is read."""
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
 
     def entries(self) -> list[Entry]:
         """Every entry."""

@@ -21,8 +21,10 @@ from tests.gpu.long_work import start_long_work, start_work
 from xinfer import gpu
 from xinfer.errors import DeviceError, DeviceLostError
 from xinfer.gpu._bindings import d3d12 as d3d
-from xinfer.gpu._d3d12 import compiler, recording
+from xinfer.gpu._d3d12 import compiler, recording, seal
+from xinfer.gpu._d3d12.dxc import Dxc
 from xinfer.gpu._d3d12.queue import Queue
+from xinfer.gpu._d3d12.runtime import Runtime
 from xinfer.gpu.api import HlslSource, Ticket
 from xinfer.gpu.d3d12 import D3D12Device
 
@@ -187,13 +189,18 @@ def test_bytecode_is_kept_on_disk_and_may_be_damaged(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
     compiled: list[str] = []
-    original = compiler._compile
+    by_d3d, by_dxc = compiler._d3d_compile, Dxc.compile
 
-    def watch(runtime: object, source: HlslSource, entry: str) -> bytes:
+    def watch(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
         compiled.append(source.name)
-        return original(runtime, source, entry)  # type: ignore[arg-type]
+        return by_d3d(runtime, source, entry)
 
-    monkeypatch.setattr(compiler, "_compile", watch)
+    def watch_dxc(dxc: Dxc, source: HlslSource, entry: str) -> bytes:
+        compiled.append(source.name)
+        return by_dxc(dxc, source, entry)
+
+    monkeypatch.setattr(compiler, "_d3d_compile", watch)
+    monkeypatch.setattr(Dxc, "compile", watch_dxc)
     code = tiny_spirv.axpy()
     for _ in range(2):
         own_device.create_kernel(code).release()
@@ -214,7 +221,19 @@ def test_bytecode_is_kept_on_disk_and_may_be_damaged(
 def test_a_shader_that_does_not_compile_says_what_the_compiler_said(own_device: D3D12Device) -> None:
     source = HlslSource(name="broken.hlsl", text="[numthreads(1, 1, 1)] void main() { nothing_of_this_name(); }")
     with pytest.raises(DeviceError, match=r"(?s)cannot compile broken\.hlsl.*nothing_of_this_name.*variant"):
-        compiler.compile_hlsl(own_device.core.runtime, source, "main")
+        own_device.core.adapter.compiler.compile(source, "main")
+
+
+def test_a_digest_is_the_one_that_d3dcompile_writes(own_device: D3D12Device) -> None:
+    """For every length of the last block: names of the entry point make it longer."""
+    runtime, rests = own_device.core.runtime, set()
+    for n in range(1, 70):
+        name = "x" * n
+        text = f"RWStructuredBuffer<uint> {name} : register(u0); [numthreads(1, 1, 1)] void main() {{ {name}[0] = 1; }}"
+        code = compiler._d3d_compile(runtime, HlslSource(name="x.hlsl", text=text), "main")
+        assert seal.digest(code) == code[seal.DIGEST]
+        rests.add(len(code) % 64)
+    assert rests >= {0, 8, 48, 56}  # of either way to fill the last block
 
 
 def test_threads_share_a_device(own_device: D3D12Device) -> None:

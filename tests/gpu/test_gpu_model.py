@@ -41,6 +41,11 @@ def _shaders(device: Device) -> Iterator[None]:
     build_shaders.build()
     before = device.live_objects()
     yield
+    last = device.create_recording("last")
+    last.finish()
+    device.wait(device.submit(last))
+    last.release()
+    device.flush_uploads()
     device.collect()  # type: ignore[attr-defined]
     after = device.live_objects()
     assert {name: n for name, n in after.items() if n > before.get(name, 0) and name not in STAGING} == {}

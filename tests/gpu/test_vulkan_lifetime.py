@@ -21,7 +21,7 @@ from tests.gpu.conftest import PYTHONPATH, VALIDATION
 from tests.gpu.long_work import SOFTWARE_TRIPS, start_long_work, start_work
 
 from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
-from xinfer.gpu import vulkan
+from xinfer.gpu import _device
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu.api import RemovedReason, Ticket
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
@@ -125,7 +125,7 @@ def test_a_timeout_says_how_far_the_work_came(open_vulkan: OpenVulkan, monkeypat
 def test_close_gives_up_on_a_device_that_hangs(open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch) -> None:
     device = open_vulkan()
     ticket, _ = start_long_work(device)
-    monkeypatch.setattr(vulkan, "CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(_device, "CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr(device.core, "abandon", lambda: None)  # so that the test can still clean up
     with pytest.warns(ResourceWarning, match="still busy"):
         device.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import NativeCaller, word
+from xinfer.gpu._d3d12.dxc import Dxc
 
 Function = Callable[..., int]
 
@@ -16,7 +17,14 @@ Function = Callable[..., int]
 class FakeObject:
     """An object with these methods, and with the interfaces that other objects have. Counts its references."""
 
-    def __init__(self, kind: str, methods: dict[str, Function], *, interfaces: list[FakeObject] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        methods: dict[str, Function],
+        *,
+        interfaces: list[FakeObject] | None = None,
+        shift: int = 0,
+    ) -> None:
         self.kind = kind
         self.references = 1
         self.calls: list[tuple[str, tuple[int, ...]]] = []
@@ -28,9 +36,10 @@ class FakeObject:
             **methods,
         }
         assert known.keys() <= d3d.METHODS[kind].keys(), f"{kind} has no {known.keys() - d3d.METHODS[kind].keys()}"
-        self._table = (c_void_p * (1 + max(place for place, _ in d3d.METHODS[kind].values())))()
+        self._table = (c_void_p * (1 + shift + max(place for place, _ in d3d.METHODS[kind].values())))()
         self._callbacks = []
         for name, (place, n_arguments) in d3d.METHODS[kind].items():
+            place += 0 if name in d3d.UNKNOWN else shift  # of destructors in between, which nobody calls
             if name in known:
                 callback = ctypes.CFUNCTYPE(c_uint64, *[c_uint64] * (1 + n_arguments))(self._noted(name, known[name]))
                 self._callbacks.append(callback)
@@ -83,9 +92,10 @@ class FakeRuntime:
 
     name = "fake"
 
-    def __init__(self, functions: dict[str, Function], *, windows: bool = True) -> None:
+    def __init__(self, functions: dict[str, Function], *, windows: bool = True, dxc: Dxc | None = None) -> None:
         self.caller = NativeCaller()
         self.windows = windows
+        self.dxc = dxc
         self.functions = functions
 
     def call(self, function: str, *arguments: object) -> int:

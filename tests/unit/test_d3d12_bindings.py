@@ -1,4 +1,7 @@
-"""The table of Direct3D 12: every line of it compared with the C headers, and its layouts with a C compiler's."""
+"""The table of Direct3D 12: every line of it compared with the C headers, and its layouts with a C compiler's.
+
+But for dxcompiler's interfaces: no Debian package has their header, and test_dxc.py calls the real ones.
+"""
 
 from __future__ import annotations
 
@@ -56,14 +59,14 @@ def methods(text: str, interface: str) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("interface", d3d.METHODS)
+@pytest.mark.parametrize("interface", [name for name in d3d.METHODS if not name.startswith("IDxc")])
 def test_methods_are_where_the_header_has_them(interface: str) -> None:
     declared = methods(headers_for(interface), interface)
     for name, (place, arguments) in d3d.METHODS[interface].items():
         assert declared[place] == (name, arguments), f"{interface}::{name}"
 
 
-@pytest.mark.parametrize("interface", d3d.IIDS)
+@pytest.mark.parametrize("interface", [name for name in d3d.IIDS if not name.startswith("IDxc")])
 def test_interface_ids(interface: str) -> None:
     found = re.search(rf"DEFINE_GUID\(IID_{interface},\s*([^)]*)\)", headers_for(interface))
     assert found

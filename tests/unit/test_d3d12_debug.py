@@ -12,6 +12,7 @@ from xinfer.errors import DeviceError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.adapter import Adapter
 from xinfer.gpu._d3d12.com import wide
+from xinfer.gpu._d3d12.compiler import Compiler
 from xinfer.gpu._d3d12.core import Core
 from xinfer.gpu._d3d12.queue import GONE, Queue
 from xinfer.gpu.api import DebugMessage, RemovedReason
@@ -93,9 +94,13 @@ def runtime_for(
     )
 
 
+def core_on(runtime: FakeRuntime, *, debug: bool) -> Core:
+    return Core(runtime, Adapter(INFO, Compiler(runtime)), debug=debug)
+
+
 def core_of(made: FakeObject, **options: bool) -> Core:
     debug = options.pop("debug", False)
-    return Core(runtime_for(made, debug_interfaces(), **options), Adapter(INFO), debug=debug)
+    return core_on(runtime_for(made, debug_interfaces(), **options), debug=debug)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -129,7 +134,7 @@ def test_a_device_without_an_info_queue_has_no_messages() -> None:
 
 def test_debug_switches_on_layer_gpu_validation_and_extended_data() -> None:
     debugging = debug_interfaces()
-    Core(runtime_for(device(), debugging), Adapter(INFO), debug=True).close()
+    core_on(runtime_for(device(), debugging), debug=True).close()
     assert debugging["layer"].called("EnableDebugLayer") == [()]
     assert debugging["finer"].called("SetEnableGPUBasedValidation") == [(1,)]
     on = (d3d.D3D12_DRED_ENABLEMENT_FORCED_ON,)
@@ -140,8 +145,8 @@ def test_debug_switches_on_layer_gpu_validation_and_extended_data() -> None:
 
 def test_a_missing_layer_is_an_error_on_windows_only() -> None:
     with pytest.raises(DeviceError, match=r"Graphics Tools.*E_NOTIMPL"):
-        Core(runtime_for(device()), Adapter(INFO), debug=True)
-    Core(runtime_for(device(), windows=False), Adapter(INFO), debug=True).close()
+        core_on(runtime_for(device()), debug=True)
+    core_on(runtime_for(device(), windows=False), debug=True).close()
 
 
 # --- loss -------------------------------------------------------------------------------------------------------------
@@ -208,7 +213,7 @@ def test_a_fence_at_its_end_is_a_loss() -> None:
         CreateCommandQueue=lambda _desc, _iid, slot: give(slot, queue),
         GetDeviceRemovedReason=lambda: reason[0],
     )
-    clock = Queue(core_of(made))
+    clock = Queue(core_of(made), d3d.D3D12_COMMAND_LIST_TYPE_COMPUTE, "compute")
     clock.submit([])
     reason[0] = d3d.REMOVED["DXGI_ERROR_DEVICE_RESET"]
     with pytest.raises(DeviceLostError, match="GetCompletedValue failed: DXGI_ERROR_DEVICE_RESET"):

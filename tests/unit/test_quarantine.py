@@ -128,6 +128,13 @@ def test_an_interrupted_writing_leaves_the_old_file(kept: Quarantine, monkeypatc
     assert {path.name for path in kept.path.parent.iterdir()} == {"quarantine.json", "quarantine.json.lock"}
 
 
+def test_what_is_wrong_with_the_file_is_said_once(tmp_path: Path, said: list[str]) -> None:
+    kept = Quarantine(tmp_path, warn=said.append)  # a folder
+    for _ in range(3):
+        assert kept.entries() == []
+    assert len(said) == 1
+
+
 WRITER = """
 import sys
 from pathlib import Path

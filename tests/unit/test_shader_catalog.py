@@ -224,3 +224,11 @@ def test_debug_information_is_gone() -> None:
     for variant in ALL:
         code = spirv.words(shaders.load(variant.id).spirv)
         assert not any(opcode in spirv.DEBUG_OPS for opcode, _ in spirv.instructions(code))
+
+
+@pytest.mark.parametrize("variant", variants().values(), ids=lambda variant: variant.id)
+def test_steering_buffers_are_those_of_the_source(variant: Variant) -> None:
+    """Direct3D 12 binds them by another kind of register: the root signature and the shader have to agree."""
+    text = (shaders.SOURCES / variant.source).read_text(encoding="utf-8")
+    found = {(name, int(slot)) for name, slot in re.findall(r"\bSTEERING\(\w+, (\w+), (\d+)\)", text)}
+    assert found == {(name, variant.buffers.index(name)) for name in variant.steering}

@@ -18,7 +18,7 @@ import numpy as np
 
 from xinfer import gpu
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import BROKEN, HUNG, LOST, NO_ANSWER, REFUSED, RIGHT, SKIPPED, WRONG, read_job
+from xinfer.doctor.isolated import BROKEN, HUNG, LOST, NO_ANSWER, REFUSED, RIGHT, SKIPPED, WRONG, begin, read_job
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import directml
 from xinfer.gpu.api import Device
@@ -50,6 +50,7 @@ def main() -> int:
     if job["kind"] == "open":
         answer: dict[str, Any] = {"outcome": RIGHT, "memory": dataclasses.asdict(device.memory())}
     else:
+        begin(job)
         answer = _examine(device, job)
     write_answer(target, answer)
     device.close()

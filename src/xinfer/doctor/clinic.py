@@ -6,7 +6,7 @@ import fnmatch
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -61,7 +61,7 @@ def examine(
     found = run_isolated(CHILD, {"kind": "survey"}, timeout_s=SURVEY_S)
     answer = found.answer or {}
     infos = [device_info(entry) for entry in answer.get("devices", [])]
-    chosen = choose(infos, device)
+    chosen = choose(infos, device, answer.get("missing", {}))
     total, done, adapters = len(names) * len(chosen), 0, []
     for info in chosen:
 
@@ -137,7 +137,9 @@ def _try_variants(
 
     def start(name: str) -> Isolated:
         job = {"kind": "variant", "device": f"{info.api}:{info.index}", "variant": name, "scale": scale.name}
-        return Isolated(CHILD, {**job, "timeout_s": 0.8 * limit_s}, timeout_s=limit_s, threads=threads)
+        return Isolated(
+            CHILD, {**job, "timeout_s": 0.8 * limit_s, "announced": True}, timeout_s=limit_s, threads=threads
+        )
 
     def settle(tried: Tried) -> None:
         outcome, detail = tried.ended.outcome, tried.ended.detail
@@ -164,15 +166,18 @@ def _try_variants(
     return [found[name] for name in names], "".join(not_kept[:1])
 
 
-def choose(infos: Sequence[DeviceInfo], device: str | None) -> list[DeviceInfo]:
-    """The adapters to examine."""
+def choose(
+    infos: Sequence[DeviceInfo], device: str | None, missing: Mapping[str, Sequence[str]] | None = None
+) -> list[DeviceInfo]:
+    """The adapters to examine; `missing` is why an API shows no GPU."""
     if device is None:
         return [info for info in infos if info.kind != "cpu"] or list(infos)
     wanted = device.strip().lower()
     named = [info for info in infos if wanted in (info.api, f"{info.api}:{info.index}") or wanted in info.name.lower()]
     if not named:
         there = ", ".join(f"{info.api}:{info.index} ({info.name})" for info in infos) or "none"
-        raise DeviceError(f"no adapter is called {device!r}; there are: {there}")
+        why = "; ".join(f"{api}: {reason}" for api, reasons in (missing or {}).items() for reason in reasons)
+        raise DeviceError(f"no adapter is called {device!r}; there are: {there}" + (f" ({why})" if why else ""))
     return named
 
 

@@ -22,6 +22,7 @@ RIGHT, WRONG, HUNG, LOST, CRASHED, REFUSED, SKIPPED, BROKEN = (
 )
 FAILURES = (WRONG, HUNG, LOST, CRASHED, REFUSED)  # a kernel's; "broken" is a fault of the trial itself
 POLL_S = 0.01
+BEGUN = ".begun"
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP")  # no fault of a kernel's comes to these
 NO_ANSWER = 73  # a child's exit status when it cannot write
 ORPHANED = 75  # a child's exit status when its parent has gone
@@ -50,13 +51,17 @@ class Isolated:
     """`python -m module` at a job, which it reads from stdin; it answers with one JSON object in a file.
 
     Drivers print what they like to stdout and stderr: neither is listened to, but for the last line of stderr. Stdin
-    stays open for as long as we live: a child whose parent was killed reads its end (`read_job`).
+    stays open for as long as we live: a child whose parent was killed reads its end (`read_job`). One whose job is
+    "announced" says when it begins with what may hang (`begin`): what goes wrong before, as on a machine that is too
+    busy or with a device that an earlier kernel has taken down for good, is no kernel's fault.
     """
 
     def __init__(self, module: str, job: dict[str, Any], *, timeout_s: float, threads: int | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="xinfer-doctor-", ignore_cleanup_errors=True)
         self._target = Path(self._folder.name) / "answer.json"
         self._errors = Path(self._folder.name) / "stderr"
+        self._begun = self._target.with_suffix(BEGUN)
+        self._announced = bool(job.get("announced"))
         self._timeout_s = timeout_s
         self._started = time.monotonic()
         try:
@@ -89,12 +94,22 @@ class Isolated:
         if code is None:
             if self.seconds < self._timeout_s:
                 return None
+            began = self._began
             self.kill()
-            return Ended(outcome=HUNG, detail=f"no end after {self._timeout_s:.0f} s")
+            if began:
+                return Ended(outcome=HUNG, detail=f"no end after {self._timeout_s:.0f} s")
+            detail = f"it did not get as far as its work in {self._timeout_s:.0f} s; give it more time (--time-limit)"
+            return Ended(outcome=BROKEN, detail=detail)
         said = self._errors.read_bytes().decode(errors="replace").strip().splitlines()
-        ended = _ended(code, self._target, said[-1] if said else "")
+        ended, began = _ended(code, self._target, said[-1] if said else ""), self._began
         self._clean()
+        if ended.outcome == CRASHED and not began:
+            return Ended(outcome=BROKEN, detail=f"{ended.detail}, before it came to its work")
         return ended
+
+    @property
+    def _began(self) -> bool:
+        return self._begun.exists() or not self._announced
 
     def kill(self) -> None:
         """End it, whatever it does, and leave nothing of it behind."""
@@ -127,6 +142,11 @@ def read_job() -> dict[str, Any]:
     job: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
     Thread(target=_end_with_parent, args=(Path(job["answer"]).parent,), daemon=True).start()
     return job
+
+
+def begin(job: dict[str, Any]) -> None:
+    """In the child: from now on, what takes too long is the work."""
+    Path(job["answer"]).with_suffix(BEGUN).touch()
 
 
 def _end_with_parent(folder: Path) -> None:

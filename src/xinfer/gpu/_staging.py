@@ -1,17 +1,22 @@
-"""Uploads and downloads through a ring of staging chunks, for every backend alike; each adds how a chunk copies."""
+"""Uploads and downloads through a ring of staging chunks, for every backend alike; each adds how a chunk copies.
+
+Uploads run on a queue of their own where there is one. Order is kept by what was submitted: an upload waits for the
+submitted work that uses its target, and later work that uses the target waits for the upload.
+"""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, TypeVar
 
-from xinfer.errors import DeviceHungError, Loss
+from xinfer.errors import DeviceHungError
 from xinfer.gpu._checks import check_transfer
-from xinfer.gpu.api import Bindable, BufferSlice, Bytes, DeviceInfo, MemoryStatus, Ticket
+from xinfer.gpu._record import NativeSegment
+from xinfer.gpu.api import BufferKind, BufferSlice, Bytes
 from xinfer.gpu.native import copy_bytes
 
 CHUNK = 16 << 20
@@ -25,7 +30,10 @@ TIMEOUT_S = 60.0
 class StagingChunk(Protocol):
     """Mapped memory with commands to copy out of it or into it."""
 
+    commands: Any  # what its queue takes
     used: int  # bytes of it that are to be copied
+    value: int  # with which its last submission ends
+    targets: list[BufferSlice]  # of the copies recorded
 
     @property
     def buffer(self) -> Any:
@@ -37,8 +45,45 @@ class StagingChunk(Protocol):
     def copy(self, source: BufferSlice, target: BufferSlice) -> None:
         """Record a copy, behind those before it where they overlap."""
 
+    def end(self) -> None:
+        """Close the commands; what follows them sees what they wrote."""
+
     def release(self) -> None:
         """Give its objects back."""
+
+
+class NativeChunk(ABC):
+    """What a chunk is on every graphics API; each adds its commands."""
+
+    def __init__(self, owner: Any, label: str, *, readback: bool = False) -> None:
+        self.owner = owner
+        self.label = label
+        self.kind: BufferKind = "readback" if readback else "upload"
+        self.value = 0
+        self.used = 0
+        self.targets: list[BufferSlice] = []
+        self._buffer: Any = None
+
+    @abstractmethod
+    def _make_buffer(self) -> Any:
+        """CHUNK bytes of mapped memory."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Retire the native objects."""
+
+    @property
+    def buffer(self) -> Any:
+        """Mapped memory, made when it is first needed."""
+        if self._buffer is None:
+            self._buffer = self._make_buffer()
+        return self._buffer
+
+    def release(self) -> None:
+        """Give its objects back."""
+        if self._buffer is not None:
+            self._buffer.release()
+        self._give_back()
 
 
 C = TypeVar("C", bound=StagingChunk)
@@ -47,38 +92,55 @@ C = TypeVar("C", bound=StagingChunk)
 class Staging(ABC, Generic[C]):
     """Moves bytes between the host and device memory."""
 
-    def __init__(self, info: DeviceInfo) -> None:
-        self.most = CHUNKS if info.kind == "discrete" else FEW_CHUNKS
+    def __init__(self, owner: Any, compute: Any, queue: Any) -> None:
+        self.owner = owner
+        self.compute = compute
+        self.queue = queue  # the compute queue itself where there is no other
+        self.most = CHUNKS if owner.core.adapter.info.kind == "discrete" else FEW_CHUNKS
         self._lock = threading.RLock()  # guards what follows
         self._room = threading.Condition(self._lock)
         self._chunks = 0
         self._idle: deque[C] = deque()  # the longest idle first; the last submissions may still be in flight
         self._open: C | None = None  # gathers small uploads
         self._back: C | None = None
+        self._pending: dict[Any, int] = {}  # by buffer: the last upload in flight on a queue apart
 
     @abstractmethod
-    def _make(self, label: str, *, readback: bool = False) -> C:
-        """A new chunk of CHUNK bytes."""
+    def _make(self, queue: Any, label: str, *, readback: bool = False) -> C:
+        """A new chunk of CHUNK bytes, its commands for this queue."""
 
-    @abstractmethod
-    def _submit(self, chunk: C) -> None:
-        """Send its copies off."""
+    def waits_for(self, segments: Iterable[NativeSegment]) -> list[tuple[Any, int]]:
+        """The uploads that must have arrived before these segments run."""
+        if not self._pending:
+            return []
+        with self._lock:
+            done = self.queue.completed()
+            self._pending = {buffer: value for buffer, value in self._pending.items() if value > done}
+            values = [v for buffer, v in self._pending.items() if any(buffer in s.buffers for s in segments)]
+        return [(self.queue, max(values))] if values else []
 
-    @abstractmethod
-    def _ended(self, chunk: C) -> bool:
-        """Whether its last submission has ended."""
+    def flush(self, timeout_s: float) -> None:
+        """Block until every upload has arrived."""
+        self.kick()
+        self._wait_for(self.queue, self.queue.submitted, "the uploads", timeout_s)
 
-    @abstractmethod
-    def _wait(self, chunk: C, what: str) -> None:
-        """Block until its last submission has ended."""
+    def download(self, source: BufferSlice, timeout_s: float) -> bytes:
+        """Read `source` after everything submitted before."""
+        _ensure_alive(source)
+        self.flush(timeout_s)
+        self._wait_for(self.compute, self.compute.submitted, "the work submitted before", timeout_s)
+        in_place = self._read_in_place(source)
+        if in_place is not None:
+            return in_place
+        with self._lock:
+            if self._back is None:
+                self._back = self._make(self.compute, "readback staging", readback=True)
+            return b"".join([self._read_back(self._back, piece, timeout_s) for piece in _pieces(source)])
 
-    @abstractmethod
-    def _read_back(self, chunk: C, piece: BufferSlice, timeout_s: float) -> bytes:
-        """One piece of a download."""
-
-    @abstractmethod
-    def _loss(self, work: str) -> Loss:
-        """What is known about a device that does not answer."""
+    def _read_in_place(self, source: BufferSlice) -> bytes | None:
+        """What the host reads there itself; None where it has to be copied."""
+        del source
+        return None
 
     def _in_place(self, target: BufferSlice) -> bool:
         """Whether the host writes there itself: `_write_in_place`."""
@@ -154,12 +216,40 @@ class Staging(ABC, Generic[C]):
             self._idle.clear()
             self._open = self._back = None
 
-    def _download(self, source: BufferSlice, timeout_s: float) -> bytes:
-        """Read `source`, through a chunk of its own."""
-        with self._lock:
-            if self._back is None:
-                self._back = self._make("readback staging", readback=True)
-            return b"".join([self._read_back(self._back, piece, timeout_s) for piece in _pieces(source)])
+    def _submit(self, chunk: C) -> None:
+        """Send a chunk's copies off, behind the submitted compute work that uses their targets."""
+        chunk.end()
+        apart = self.queue is not self.compute
+        last = max((self._last_use(target) for target in chunk.targets), default=0)
+        waits = [(self.compute, last)] if apart and last > self.compute.completed() else []
+        try:
+            self.queue.submit(chunk.commands, waits)
+        finally:
+            chunk.value = self.queue.submitted
+            if apart:
+                self._pending.update((target.buffer, chunk.value) for target in chunk.targets)
+            chunk.targets.clear()
+
+    @staticmethod
+    def _last_use(part: BufferSlice) -> int:
+        """The value with which the submitted compute work ends that uses a slice's buffer."""
+        buffer: Any = part.buffer
+        return max((segment.last_value for segment in buffer.users()), default=0)
+
+    def _read_back(self, chunk: C, piece: BufferSlice, timeout_s: float) -> bytes:
+        """One piece of a download."""
+        self._wait_for(self.compute, chunk.value, "the read before", timeout_s)
+        chunk.begin()
+        chunk.copy(piece, chunk.buffer[: piece.size])
+        chunk.end()
+        try:
+            self.compute.submit(chunk.commands)
+        finally:
+            chunk.value = self.compute.submitted
+            chunk.targets.clear()
+        self._wait_for(self.compute, chunk.value, "the copy", timeout_s)
+        data: bytes = chunk.buffer.read(0, piece.size)
+        return data
 
     def _upload_small(self, target: BufferSlice, source: memoryview) -> None:
         with self._lock:
@@ -194,22 +284,26 @@ class Staging(ABC, Generic[C]):
         with self._room:
             while not (self._idle and (self._chunks >= self.most or self._ended(self._idle[0]))):
                 if self._chunks < self.most:
-                    chunk = self._make(f"staging {self._chunks}")
+                    chunk = self._make(self.queue, f"staging {self._chunks}")
                     self._chunks += 1
                     return chunk
                 self.kick()
                 if not self._idle and not self._room.wait(TIMEOUT_S):
                     raise DeviceHungError(
                         f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
-                        self._loss("an upload"),
+                        self.owner.core.hung("an upload"),
                     )
             chunk = self._idle.popleft()
         try:
-            self._wait(chunk, "the uploads before")
+            self._wait_for(self.queue, chunk.value, "the uploads before")
         except BaseException:
             self._give(chunk)
             raise
         return chunk
+
+    def _ended(self, chunk: C) -> bool:
+        ended: bool = chunk.value <= self.queue.completed()
+        return ended
 
     def trim(self) -> None:
         """Give back what a large upload took, once it has been waited for."""
@@ -227,7 +321,7 @@ class Staging(ABC, Generic[C]):
         if value > queue.completed() and not queue.wait(value, timeout_s):
             raise DeviceHungError(
                 f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?",
-                self._loss("a transfer"),
+                self.owner.core.hung("a transfer"),
             )
 
 
@@ -245,59 +339,3 @@ def _pieces(part: BufferSlice) -> Iterator[BufferSlice]:
 def _ensure_alive(part: BufferSlice) -> None:
     buffer: Any = part.buffer
     buffer.ensure_alive()
-
-
-class StagingDevice:
-    """What a device of every graphics API does by its staging and its allocator; see `api.Device`."""
-
-    core: Any  # the backend's own, all four
-    allocator: Any
-    _transfers: Any
-    _queue: Any
-
-    def _slice(self, item: Bindable) -> BufferSlice:
-        """A whole buffer as a slice; a slice as it is. Raises TypeError for another backend's."""
-        raise NotImplementedError
-
-    def poll(self, ticket: Ticket) -> bool:
-        """Whether `ticket` has ended."""
-        self.core.ensure_usable()
-        ended: bool = self._queue.completed() >= ticket.value
-        return ended
-
-    def upload(self, target: Bindable, data: Bytes) -> None:
-        """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
-        self.core.ensure_usable()
-        self._transfers.upload(self._slice(target), data)
-
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
-        self.core.ensure_usable()
-        self._transfers.upload_from(self._slice(target), fill)
-
-    def transfer(self, source: Bindable, target: Bindable) -> None:
-        """Copy from an upload buffer into device memory, in order as an upload."""
-        self.core.ensure_usable()
-        self._transfers.transfer(self._slice(source), self._slice(target))
-
-    def flush_uploads(self, timeout_s: float = 60.0) -> None:
-        """Block until every upload has arrived."""
-        self.core.ensure_usable()
-        self._transfers.flush(timeout_s)
-        self._transfers.trim()
-
-    def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
-        """Read device memory after everything submitted before."""
-        self.core.ensure_usable()
-        read: bytes = self._transfers.download(self._slice(source), timeout_s)
-        return read
-
-    def memory(self) -> MemoryStatus:
-        """How full the device memory is."""
-        self.core.ensure_usable()
-        status: MemoryStatus = self.allocator.status()
-        return status
-
-    def limit_memory(self, n_bytes: int | None) -> None:
-        """Let device buffers take so much at most; the peak begins anew."""
-        self.allocator.meter.set_limit(n_bytes)

@@ -52,11 +52,12 @@ class DeviceInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HlslSource:
-    """A shader for APIs that compile at run time: shader model 5.1, its includes already put in."""
+    """A shader for APIs that compile at run time, its includes already put in."""
 
     name: str  # of its file, for the compiler's messages
     text: str
     defines: tuple[tuple[str, int], ...] = ()
+    views: frozenset[int] = frozenset()  # bindings that are read-only (registers t); the others are writable (u)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,25 +6,22 @@ On Windows through the system's own libraries, on Linux through vkd3d, which is 
 from __future__ import annotations
 
 import sys
-import threading
-import warnings
 from collections import deque
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
-from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError
+from xinfer.errors import DeviceError
 from xinfer.gpu import _checks
+from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.adapter import Adapter, list_adapters
-from xinfer.gpu._d3d12.core import Core, Handle
+from xinfer.gpu._d3d12.core import Core
 from xinfer.gpu._d3d12.kernel import D3D12Kernel, RootSignatures
 from xinfer.gpu._d3d12.memory import Allocator, BufferOwner, D3D12Buffer, as_slice
 from xinfer.gpu._d3d12.queue import Queue
 from xinfer.gpu._d3d12.recording import FILL_GROUPS_X, FILL_LANES, D3D12Recording
 from xinfer.gpu._d3d12.runtime import Runtime, load_runtime
 from xinfer.gpu._d3d12.transfer import Transfers
-from xinfer.gpu._staging import StagingDevice
-from xinfer.gpu._trail import HUNG, MARKER
+from xinfer.gpu._device import NativeDevice
+from xinfer.gpu._trail import MARKER
 from xinfer.gpu.api import (
     Bindable,
     BufferKind,
@@ -39,7 +36,6 @@ from xinfer.gpu.api import (
     Ticket,
 )
 
-CLOSE_TIMEOUT_S = 10.0
 # Direct3D 12 has no command that fills a buffer without a descriptor heap.
 FILL = KernelCode(
     id="fill",
@@ -93,16 +89,18 @@ def diagnose() -> list[str]:
     return [f"Direct3D 12 shows no GPU, only software ({names}): install the graphics card's driver"]
 
 
-class D3D12Device(BufferOwner, StagingDevice):
+class D3D12Device(NativeDevice, BufferOwner):
     """See `api.Device`."""
 
     core: Core
     _queue: Queue
+    _transfer_queue: Queue
     _transfers: Transfers
 
     def __init__(
         self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, runtime: Runtime | None = None
     ) -> None:
+        super().__init__()
         runtime = runtime or load_runtime()
         adapter = _take(list_adapters(runtime), index)
         try:
@@ -112,15 +110,14 @@ class D3D12Device(BufferOwner, StagingDevice):
             raise
         self.info: DeviceInfo = adapter.info
         try:
-            self._trash: deque[tuple[int, tuple[Handle, ...]]] = deque()
-            self._trash_lock = threading.Lock()
             self._begun: deque[tuple[int, bytes]] = deque(maxlen=64)  # submissions, and where among notes they begin
             self.core.trail.read = self._oldest
-            self._queue = Queue(self.core)
+            self._queue = Queue(self.core, d3d.D3D12_COMMAND_LIST_TYPE_COMPUTE, "compute")
+            self._transfer_queue = Queue(self.core, d3d.D3D12_COMMAND_LIST_TYPE_COPY, "copy")
             self.allocator = Allocator(self.core)
             self._signatures = RootSignatures(self.core)
             self._filler: D3D12Kernel | None = None
-            self._transfers = Transfers(self, self._queue)
+            self._transfers = Transfers(self, self._queue, self._transfer_queue)
         except BaseException:
             self.core.close()
             raise
@@ -151,12 +148,16 @@ class D3D12Device(BufferOwner, StagingDevice):
         self.core.ensure_usable()
         parts = recording.choose(segments)
         self._transfers.kick()
+        waits = self._transfers.waits_for(parts)
         if self._trash:
             self.collect()
-        with self._queue.lock:
-            value = self._queue.submit([recording.free_list(part) for part in parts])
-        for part in parts:
-            part.ran = True
+        value = 0
+        try:
+            with self._queue.lock:
+                value = self._queue.submit([recording.free_list(part) for part in parts], waits)
+        finally:
+            for part in parts:
+                part.last_value = value or self._queue.submitted
         # The list that has the most to do stands for all: the fence tells of whole submissions only.
         if parts:
             self._begun.append((value, max(parts, key=lambda part: len(part.ops)).marker))
@@ -166,17 +167,6 @@ class D3D12Device(BufferOwner, StagingDevice):
         """The marker of the oldest submission that is not known to have ended. DRED's breadcrumbs say more."""
         running = (marker for value, marker in list(self._begun) if value > self._queue.seen)
         return next(running, bytes(MARKER.size))
-
-    def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
-        """Block until `ticket` has ended; see `api.Device.wait`."""
-        self.core.ensure_usable()
-        if self._queue.spin(ticket.value, min(spin_s, timeout_s)) or self._queue.wait(ticket.value, timeout_s):
-            return
-        raise DeviceHungError(
-            f"{ticket.label!r} has not ended after {timeout_s:.1f} s; "
-            "the device may be hung, or the work too much for it",
-            self.core.loss(repr(ticket.label), HUNG),
-        )
 
     def _slice(self, item: Bindable) -> BufferSlice:
         return as_slice(item)
@@ -201,74 +191,6 @@ class D3D12Device(BufferOwner, StagingDevice):
     def removed_reason(self) -> RemovedReason:
         """What GetDeviceRemovedReason answers, with device removed extended data where there is any."""
         return self.core.removed_reason()
-
-    def retire(self, *handles: Handle) -> None:
-        """Destroy these once the work in flight has ended."""
-        if self.core.closed or self.core.forked:
-            return
-        if self.core.lost is None:
-            self._transfers.kick()  # uploads not yet on their way may be into what goes
-        with self._trash_lock:
-            self._trash.append((self._queue.submitted, handles))
-        self.collect()
-
-    def collect(self) -> None:
-        """Destroy what was released and is no longer in use."""
-        if not self._trash or self.core.lost is not None:
-            return
-        with self._trash_lock:
-            try:
-                done = self._queue.completed()
-            except DeviceLostError:
-                return
-            while self._trash and self._trash[0][0] <= done:
-                for handle in self._trash[0][1]:
-                    self.core.destroy(handle)
-                self._trash.popleft()
-
-    def close(self) -> None:
-        """Wait (bounded) for the work in flight and give everything back; may be called twice."""
-        if self.core.closed:
-            return
-        if self.core.forked:
-            self.core.abandon()
-            return
-        if not self._idle():
-            self.core.abandon()
-            warnings.warn(
-                f"{self.info.name} is still busy {CLOSE_TIMEOUT_S:.0f} s after it was to be closed; "
-                "what it holds comes back when the process ends",
-                ResourceWarning,
-                stacklevel=2,
-            )
-            return
-        self._transfers.release()
-        self.collect()
-        self.core.close()
-
-    def _idle(self) -> bool:
-        if self.core.lost is not None:
-            return True
-        try:
-            return self._queue.wait(self._queue.submitted, CLOSE_TIMEOUT_S)
-        except DeviceLostError:
-            return True
-
-    def __del__(self) -> None:
-        core = getattr(self, "core", None)
-        if core is not None and not sys.is_finalizing() and not core.closed and not core.forked:
-            warnings.warn(f"{core.adapter.info.name} was never closed", ResourceWarning, source=self, stacklevel=1)
-            self.close()
-
-    def __enter__(self) -> Self:
-        """The device itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 def _take(adapters: list[Adapter], index: int) -> Adapter:

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-import threading
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from ctypes import c_void_p
-from types import TracebackType
-from typing import Self
 
-from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError
+from xinfer.errors import DeviceError
 from xinfer.gpu import _checks, _probe, native
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._staging import StagingDevice
-from xinfer.gpu._trail import HUNG, MARKER
+from xinfer.gpu._device import NativeDevice
+from xinfer.gpu._trail import MARKER
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily, list_adapters
 from xinfer.gpu._vk.cache import PipelineCache
-from xinfer.gpu._vk.core import Core, Handle
+from xinfer.gpu._vk.core import Core
 from xinfer.gpu._vk.features import Version
 from xinfer.gpu._vk.instance import NEWEST, Instance
 from xinfer.gpu._vk.kernel import Layouts, VulkanKernel
@@ -41,7 +36,6 @@ from xinfer.gpu.api import (
     Ticket,
 )
 
-CLOSE_TIMEOUT_S = 10.0
 HOW_TO_GET_LOADER = {
     "linux": "install it (Debian, Ubuntu: libvulkan1; Fedora: vulkan-loader; Arch: vulkan-icd-loader)",
     "win32": "vulkan-1.dll comes with the graphics driver; install the vendor's newest",
@@ -73,16 +67,18 @@ def open_device(index: int, *, debug: bool = False, mark_ops: bool = False) -> D
     return VulkanDevice(index, debug=debug, mark_ops=mark_ops)
 
 
-class VulkanDevice(BufferOwner, StagingDevice):
+class VulkanDevice(NativeDevice, BufferOwner):
     """See `api.Device`."""
 
     core: Core
     _queue: Queue
+    _transfer_queue: Queue
     _transfers: Transfers
 
     def __init__(
         self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, options: VulkanOptions | None = None
     ) -> None:
+        super().__init__()
         options = options or VulkanOptions()
         self._instance = Instance(debug=debug, newest=options.newest)
         try:
@@ -105,8 +101,6 @@ class VulkanDevice(BufferOwner, StagingDevice):
         self.core = Core(adapter, adapter.info.features, families)
         self.families = [family.index for family in families]
         self._recent: deque[tuple[int, weakref.ref[VulkanRecording]]] = deque(maxlen=64)
-        self._trash: deque[tuple[int, int, tuple[Handle, ...]]] = deque()
-        self._trash_lock = threading.Lock()
         self._queue, self._transfer_queue = self._make_queues(compute, transfer, second_clock=options.second_clock)
         direct = options.direct
         self.allocator = Allocator(
@@ -177,17 +171,6 @@ class VulkanDevice(BufferOwner, StagingDevice):
         self._recent.append((value, weakref.ref(recording)))
         return Ticket(value, recording.label)
 
-    def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
-        """Block until `ticket` has ended; see `api.Device.wait`."""
-        self.core.ensure_usable()
-        if self._queue.spin(ticket.value, min(spin_s, timeout_s)) or self._queue.wait(ticket.value, timeout_s):
-            return
-        raise DeviceHungError(
-            f"{ticket.label!r} has not ended after {timeout_s:.1f} s{self._progress(ticket)}; "
-            "the device may be hung, or the work too much for it",
-            self.core.loss(f"{ticket.label!r}", HUNG.name),
-        )
-
     def _progress(self, ticket: Ticket) -> str:
         """How far a submission has come, as far as its timestamps tell."""
         if self.info.kind == "cpu":  # lavapipe answers such questions only when it is idle
@@ -225,81 +208,11 @@ class VulkanDevice(BufferOwner, StagingDevice):
             return RemovedReason("VK_SUCCESS", vk.VK_SUCCESS)
         return RemovedReason("VK_ERROR_DEVICE_LOST", vk.VK_ERROR_DEVICE_LOST, self.core.fault)
 
-    def retire(self, *handles: Handle) -> None:
-        """Destroy these once the work in flight has ended."""
-        if self.core.closed or self.core.forked:
-            return
-        if self.core.lost is None:
-            self._transfers.kick()  # uploads not yet on their way may be into what goes
-        with self._trash_lock:
-            self._trash.append((self._queue.submitted, self._transfer_queue.submitted, handles))
-        self.collect()
+    def _save(self) -> None:
+        self._cache.save()
 
-    def collect(self) -> None:
-        """Destroy what was released and is no longer in use."""
-        if not self._trash or self.core.lost is not None:
-            return
-        with self._trash_lock:
-            try:
-                compute, transfer = self._queue.completed(), self._transfer_queue.completed()
-            except DeviceLostError:
-                return
-            while self._trash and self._trash[0][0] <= compute and self._trash[0][1] <= transfer:
-                for handle in self._trash[0][2]:
-                    self.core.destroy(handle)
-                self._trash.popleft()
-
-    def close(self) -> None:
-        """Wait (bounded) for the work in flight and give everything back; may be called twice."""
-        if self.core.closed:
-            return
-        if self.core.forked:
-            self.core.abandon()
-            return
-        if not self._idle():
-            self.core.abandon()
-            warnings.warn(
-                f"{self.info.name} is still busy {CLOSE_TIMEOUT_S:.0f} s after it was to be closed; "
-                "what it holds comes back when the process ends",
-                ResourceWarning,
-                stacklevel=2,
-            )
-            return
-        if self.core.lost is None:
-            self._cache.save()
-        self._transfers.release()
-        self.collect()
-        self.core.trail.read = None
-        self.core.close()
+    def _closed(self) -> None:
         self._instance.close()
-
-    def _idle(self) -> bool:
-        if self.core.lost is not None:
-            return True
-        try:
-            return all(
-                queue.wait(queue.submitted, CLOSE_TIMEOUT_S)
-                for queue in (self._queue, self._transfer_queue)
-                if queue.submitted
-            )
-        except DeviceLostError:
-            return True
-
-    def __del__(self) -> None:
-        core = getattr(self, "core", None)
-        if core is not None and not sys.is_finalizing() and not core.closed and not core.forked:
-            warnings.warn(f"{self.info.name} was never closed", ResourceWarning, source=self, stacklevel=1)
-            self.close()
-
-    def __enter__(self) -> Self:
-        """The device itself."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close it."""
-        self.close()
 
 
 def _find(adapters: list[Adapter], index: int) -> Adapter:

@@ -50,11 +50,11 @@ def source_hash(variant: Variant, sources: Path = SOURCES) -> str:
 
 
 def hlsl(variant: Variant, sources: Path = SOURCES) -> HlslSource | None:
-    """A variant as HLSL for a compiler of shader model 5.1; None where it is written in Slang."""
+    """A variant as HLSL for what compiles at run time; None where it is written in Slang."""
     if not variant.source.endswith(".hlsl"):
         return None
     text = _expanded(sources / variant.source)
-    return HlslSource(name=variant.source, text=text, defines=(*variant.defines, (HLSL_DEFINE, 1)))
+    return HlslSource(name=variant.source, text=text, defines=(*variant.defines, (HLSL_DEFINE, 1)), views=variant.views)
 
 
 @functools.cache

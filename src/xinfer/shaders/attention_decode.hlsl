@@ -15,7 +15,7 @@ READS(float, q, 0);
 READS(uint4, k_cache, 1);
 READS(uint4, v_cache, 2);
 READS(uint, block_table, 3);
-READS(uint, state, 4);
+STEERING(uint, state, 4);
 WRITES(float, result, 5);  // with several splits: (row, head, split, head_dim + 2)
 
 groupshared float4 queries[HEADS * DIM_MAX / 4];
@@ -124,19 +124,7 @@ void write_empty(uint row, uint first_head, uint n_heads, uint split, uint lane)
     }
 }
 
-[numthreads(GROUP, 1, 1)]
-void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
-    uint split = group.x, row = group.z;
-    uint heads_a_kv_head = constants.n_heads / constants.n_kv_heads;
-    uint kv_head = group.y / bundles(HEADS), bundle = group.y % bundles(HEADS);
-    uint first_head = kv_head * heads_a_kv_head + bundle * HEADS;
-    uint n_heads = min(heads_a_kv_head - bundle * HEADS, HEADS);
-    uint position = state[row * STATE_WORDS + STATE_POSITION];
-    KeyRange range = split_keys(position, split);
-    if (range.begin >= range.end) {
-        write_empty(row, first_head, n_heads, split, lane);
-        return;
-    }
+void attend(uint row, uint split, KeyRange range, uint kv_head, uint first_head, uint n_heads, uint lane) {
     uint table_at = state[row * STATE_WORDS + STATE_SEQUENCE] * constants.table_stride;
     stage_queries(row, first_head, n_heads, lane);
 
@@ -195,5 +183,20 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
             }
             GroupMemoryBarrierWithGroupSync();
         }
+    }
+}
+
+[numthreads(GROUP, 1, 1)]
+void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
+    uint split = group.x, row = group.z;
+    uint heads_a_kv_head = constants.n_heads / constants.n_kv_heads;
+    uint kv_head = group.y / bundles(HEADS), bundle = group.y % bundles(HEADS);
+    uint first_head = kv_head * heads_a_kv_head + bundle * HEADS;
+    uint n_heads = min(heads_a_kv_head - bundle * HEADS, HEADS);
+    KeyRange range = split_keys(state[row * STATE_WORDS + STATE_POSITION], split);
+    if (range.begin < range.end) {
+        attend(row, split, range, kv_head, first_head, n_heads, lane);
+    } else {
+        write_empty(row, first_head, n_heads, split, lane);
     }
 }

@@ -10,7 +10,7 @@ READS(float, q, 0);
 READS(uint, k_cache, 1);
 READS(uint, v_cache, 2);
 READS(uint, block_table, 3);
-READS(uint, state, 4);
+STEERING(uint, state, 4);
 WRITES(float, result, 5);
 
 groupshared float scores[GROUP];

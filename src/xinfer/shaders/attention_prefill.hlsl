@@ -18,7 +18,7 @@ READS(float, q, 0);
 READS(uint4, k_cache, 1);
 READS(uint4, v_cache, 2);
 READS(uint, block_table, 3);
-READS(uint, state, 4);
+STEERING(uint, state, 4);
 WRITES(float, result, 5);
 
 // Groupshared arrays have one dimension, and no index picks a vector's component: vkd3d's compiler and D3DCompile want it.
@@ -86,21 +86,37 @@ void stage_rows(uint first_row, uint head, uint lane) {
         }                                                                                                        \
     }
 
-// Whether a row's sequence has come up in an earlier row; uniform over the workgroup.
-bool passed_before(uint row) {
-    LOOP for (uint earlier = 0; earlier < row; earlier++) {
-        if (positions[earlier] != UNUSED_ROW && sequences[earlier] == sequences[row]) return true;
+// A row's position and sequence as the workgroup's way depends on them: see STEERING.
+#ifdef XINFER_D3D
+uint state_at(uint row) { return min(row, constants.n_rows - 1u) * STATE_WORDS; }
+uint position_of(uint first_row, uint row) {
+    uint position = state[state_at(first_row + row) + STATE_POSITION];
+    return first_row + row < constants.n_rows ? position : UNUSED_ROW;
+}
+uint sequence_of(uint first_row, uint row) { return state[state_at(first_row + row) + STATE_SEQUENCE]; }
+#else
+uint position_of(uint first_row, uint row) { return positions[row]; }
+uint sequence_of(uint first_row, uint row) { return sequences[row]; }
+#endif
+
+// Whether a row is the first of its sequence.
+bool is_first(uint first_row, uint row) {
+    bool first = position_of(first_row, row) != UNUSED_ROW;
+    LOOP for (uint earlier = 0; earlier < row && first; earlier++) {
+        bool real = position_of(first_row, earlier) != UNUSED_ROW;
+        first = !(real && sequence_of(first_row, earlier) == sequence_of(first_row, row));
     }
-    return false;
+    return first;
 }
 
 // The keys of this split that any row of the sequence sees.
-KeyRange tile_keys(uint sequence, uint split) {
+KeyRange tile_keys(uint first_row, uint sequence, uint split) {
     uint first = UNUSED_ROW, end = 0;
     LOOP for (uint row = 0; row < QUERIES; row++) {
-        if (positions[row] != UNUSED_ROW && sequences[row] == sequence) {
-            first = min(first, first_key(positions[row], constants.window));
-            end = max(end, positions[row] + 1u);
+        uint position = position_of(first_row, row);
+        if (position != UNUSED_ROW && sequence_of(first_row, row) == sequence) {
+            first = min(first, first_key(position, constants.window));
+            end = max(end, position + 1u);
         }
     }
     uint a_split = split_size(end - first);
@@ -174,30 +190,31 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     }
     float largest = MINUS_INFINITY, total = 0.0;  // of row lane / ROW_LANES
     LOOP for (uint row = 0; row < QUERIES; row++) {
-        if (positions[row] == UNUSED_ROW || passed_before(row)) continue;
-        uint sequence = sequences[row];
-        uint table_at = sequence * constants.table_stride;
-        KeyRange range = tile_keys(sequence, split);
-        for (uint tile = range.begin; tile < range.end; tile += KEYS) {
-            uint n_keys = min(range.end - tile, KEYS);
-            STAGE(k_cache);
-            GroupMemoryBarrierWithGroupSync();
-            score_tile(tile, sequence, lane);
-            GroupMemoryBarrierWithGroupSync();
-            STAGE(v_cache);
-            weigh_row(lane, n_keys, largest, total);
-            GroupMemoryBarrierWithGroupSync();
-            UNROLL for (uint i1 = 0; i1 < 4; i1++) {
-                UNROLL for (uint p1 = 0; p1 < PIECES; p1++) sums[i1][p1] *= corrections[own_queries * 4 + i1];
-            }
-            for (uint key = 0; key < n_keys; key++) {
-                float4 weight = four_weights(key, own_queries);
-                UNROLL for (uint p2 = 0; p2 < PIECES; p2++) {
-                    float4 value = kv_tile[key * TILE_ROW + column + p2 * COLUMNS];
-                    UNROLL for (uint i2 = 0; i2 < 4; i2++) sums[i2][p2] += weight[i2] * value;
+        if (is_first(first_row, row)) {
+            uint sequence = sequence_of(first_row, row);
+            uint table_at = sequence * constants.table_stride;
+            KeyRange range = tile_keys(first_row, sequence, split);
+            for (uint tile = range.begin; tile < range.end; tile += KEYS) {
+                uint n_keys = min(range.end - tile, KEYS);
+                STAGE(k_cache);
+                GroupMemoryBarrierWithGroupSync();
+                score_tile(tile, sequence, lane);
+                GroupMemoryBarrierWithGroupSync();
+                STAGE(v_cache);
+                weigh_row(lane, n_keys, largest, total);
+                GroupMemoryBarrierWithGroupSync();
+                UNROLL for (uint i1 = 0; i1 < 4; i1++) {
+                    UNROLL for (uint p1 = 0; p1 < PIECES; p1++) sums[i1][p1] *= corrections[own_queries * 4 + i1];
                 }
+                for (uint key = 0; key < n_keys; key++) {
+                    float4 weight = four_weights(key, own_queries);
+                    UNROLL for (uint p2 = 0; p2 < PIECES; p2++) {
+                        float4 value = kv_tile[key * TILE_ROW + column + p2 * COLUMNS];
+                        UNROLL for (uint i2 = 0; i2 < 4; i2++) sums[i2][p2] += weight[i2] * value;
+                    }
+                }
+                GroupMemoryBarrierWithGroupSync();  // before the next tile overwrites keys, values and weights
             }
-            GroupMemoryBarrierWithGroupSync();  // before the next tile overwrites keys, values and weights
         }
     }
 

@@ -41,7 +41,7 @@ READS(uint4, k_cache, 1);
 READS(uint4, v_cache, 2);
 #endif
 READS(uint, block_table, 3);
-READS(uint, state, 4);
+STEERING(uint, state, 4);
 WRITES(float, result, 5);
 SHARED_WRITES(uint4, scratch, 6);  // counts; then (row, head, split): head_dim sums, largest score, sum of weights, 0, 0
 #if TURN
@@ -150,10 +150,10 @@ void stage_tile(Job job, uint n_keys, uint4 raw[LOADS]) {
     }
 }
 
-// Phase 1: the scores of one key for HEADS_A_LANE heads; minus infinity past the tile's last key.
+// Phase 1: the scores of one key for HEADS_A_LANE heads; minus infinity past the tile's last key. For the lanes that have
+// heads: see has_heads.
 void score_key(Job job, uint n_keys) {
     uint key = job.lane % KEYS, first_head = job.lane / KEYS * HEADS_A_LANE;
-    if (first_head >= HEADS) return;
     float scores[HEADS_A_LANE];
     UNROLL for (uint h0 = 0; h0 < HEADS_A_LANE; h0++) scores[h0] = 0.0;
     UNROLL for (uint piece = 0; piece < PIECES; piece++) {  // past head_dim: zeros
@@ -171,6 +171,8 @@ void score_key(Job job, uint n_keys) {
         weights[(first_head + h1) * WEIGHT_ROW + key] = key < n_keys ? scores[h1] : MINUS_INFINITY;
     }
 }
+
+bool has_heads(uint lane) { return lane / KEYS * HEADS_A_LANE < HEADS; }
 
 // The largest of what the WEIGHERS lanes of a head bring, and of `floor_`. All lanes of the workgroup call it.
 float largest_of_head(uint lane, float own, float floor_) {
@@ -198,16 +200,17 @@ void weigh(uint lane, inout float largest, inout float total) {
         UNROLL for (uint i = 0; i < KEYS / WEIGHERS; i++) own = max(own, weights[first + i * WEIGHERS]);
     }
     float tile_largest = largest_of_head(lane, own, largest);
-    if (!weighs) return;
-    float correction = exp(largest - tile_largest);
-    largest = tile_largest;
-    total *= correction;
-    UNROLL for (uint k = 0; k < KEYS / WEIGHERS; k++) {
-        float weight = exp(weights[first + k * WEIGHERS] - largest);
-        weights[first + k * WEIGHERS] = weight;
-        total += weight;
+    if (weighs) {
+        float correction = exp(largest - tile_largest);
+        largest = tile_largest;
+        total *= correction;
+        UNROLL for (uint k = 0; k < KEYS / WEIGHERS; k++) {
+            float weight = exp(weights[first + k * WEIGHERS] - largest);
+            weights[first + k * WEIGHERS] = weight;
+            total += weight;
+        }
+        if (lane % WEIGHERS == 0) corrections[head] = correction;
     }
-    if (lane % WEIGHERS == 0) corrections[head] = correction;
 }
 
 // Phase 3: this lane's piece of V over its share of the tile's keys.
@@ -231,11 +234,12 @@ void add_shares(uint lane, inout float sums[VALUES_PER_LOAD]) {
         }
     }
     GroupMemoryBarrierWithGroupSync();
-    if (lane >= ITEMS) return;
-    UNROLL for (uint share = 1; share < SHARES; share++) {
-        UNROLL for (uint part = 0; part < FOURS; part++) {
-            float4 four = asfloat(tile_loads[((share - 1) * ITEMS + lane) * FOURS + part]);
-            UNROLL for (uint j = 0; j < 4; j++) sums[4 * part + j] += four[j];
+    if (lane < ITEMS) {
+        UNROLL for (uint share = 1; share < SHARES; share++) {
+            UNROLL for (uint part = 0; part < FOURS; part++) {
+                float4 four = asfloat(tile_loads[((share - 1) * ITEMS + lane) * FOURS + part]);
+                UNROLL for (uint j = 0; j < 4; j++) sums[4 * part + j] += four[j];
+            }
         }
     }
 }
@@ -243,19 +247,20 @@ void add_shares(uint lane, inout float sums[VALUES_PER_LOAD]) {
 // An item's sums become results, or one split's part of them.
 void write_item(Job job, bool whole, float sums[VALUES_PER_LOAD]) {
     uint head = job.lane / PIECES, piece = job.lane % PIECES, d = piece * VALUES_PER_LOAD;
-    if (job.lane >= ITEMS || head >= job.n_heads || d >= constants.head_dim) return;
-    float total = total_of_head(head), scale = 1.0 / total;
-    if (whole) {
-        uint first = out_at(job.row, job.first_head + head) + d;
-        UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) result[first + i] = sums[i] * scale;
-        return;
+    if (job.lane < ITEMS && head < job.n_heads && d < constants.head_dim) {
+        float total = total_of_head(head), scale = 1.0 / total;
+        if (whole) {
+            uint first = out_at(job.row, job.first_head + head) + d;
+            UNROLL for (uint i = 0; i < VALUES_PER_LOAD; i++) result[first + i] = sums[i] * scale;
+        } else {
+            uint at = part_at(job, head, job.split);
+            UNROLL for (uint part = 0; part < FOURS; part++) {
+                float4 four = float4(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
+                scratch[at + piece * FOURS + part] = asuint(four);
+            }
+            if (piece == 0) scratch[at + constants.head_dim / 4] = asuint(float4(corrections[head], total, 0.0, 0.0));
+        }
     }
-    uint at = part_at(job, head, job.split);
-    UNROLL for (uint part = 0; part < FOURS; part++) {
-        float4 four = float4(sums[4 * part], sums[4 * part + 1], sums[4 * part + 2], sums[4 * part + 3]);
-        scratch[at + piece * FOURS + part] = asuint(four);
-    }
-    if (piece == 0) scratch[at + constants.head_dim / 4] = asuint(float4(corrections[head], total, 0.0, 0.0));
 }
 
 // Whether this is the last of a row's and KV head's workgroups to get here; what the others wrote is then visible.
@@ -299,12 +304,12 @@ void weigh_splits(Job job, uint n_active) {
     GroupMemoryBarrierWithGroupSync();
 }
 
-// Four dimensions of a head a lane, over a share of the splits.
+// Four dimensions of a head a lane, over a share of the splits. With no splits nothing is written.
 void combine(Job job, uint n_active) {
     weigh_splits(job, n_active);
     uint item = job.lane % COMBINE_ITEMS, share = job.lane / COMBINE_ITEMS;
     uint head = item / HEAD_FOURS, four_ = item % HEAD_FOURS;
-    bool used = head < job.n_heads && four_ * 4 < constants.head_dim;
+    bool used = head < job.n_heads && four_ * 4 < constants.head_dim && n_active > 0;
     float4 sum = float4(0, 0, 0, 0);
     if (used) {
         uint stride = constants.head_dim / 4 + 1, first = part_at(job, head, 0) + four_;
@@ -351,14 +356,8 @@ Job job_of(uint3 group, uint lane) {
     return job;
 }
 
-[numthreads(GROUP, 1, 1)]
-void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
-    Job job = job_of(group, lane);
-    KeyRange range = split_keys(job.position, job.split);
-    if (range.begin >= range.end) {
-        if (job.position == UNUSED_ROW && job.split == 0) write_zeros(job);
-        return;
-    }
+void attend(Job job, uint3 group, KeyRange range) {
+    uint lane = job.lane;
     uint at[LOADS];
     uint4 keys[LOADS], values[LOADS];
     uint n_keys = min(range.end - range.begin, KEYS);
@@ -398,7 +397,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
             find_tile(job, next, n_next, at);
             UNROLL for (uint u2 = 0; u2 < LOADS; u2++) keys[u2] = k_cache[at[u2]];
         }
-        score_key(job, n_keys);
+        if (has_heads(lane)) score_key(job, n_keys);
         GroupMemoryBarrierWithGroupSync();
         stage_tile(job, n_keys, values);
         if (n_next > 0) {
@@ -417,6 +416,21 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     add_shares(lane, sums);
     write_item(job, n_active == 1, sums);
     if (n_active > 1) {  // not one condition: D3DCompile would count in either case
+#ifdef XINFER_D3D
+        combine(job, is_last(job, n_active) ? n_active : 0u);  // all come to its barriers: see STEERING
+#else
         if (is_last(job, n_active)) combine(job, n_active);
+#endif
+    }
+}
+
+[numthreads(GROUP, 1, 1)]
+void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
+    Job job = job_of(group, lane);
+    KeyRange range = split_keys(job.position, job.split);
+    if (range.begin < range.end) {
+        attend(job, group, range);
+    } else if (job.position == UNUSED_ROW && job.split == 0) {
+        write_zeros(job);
     }
 }

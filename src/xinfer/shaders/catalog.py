@@ -53,6 +53,7 @@ class Variant:
     needs: frozenset[str] = frozenset()  # names out of DeviceInfo.features
     profile: str = SPIRV_1_3
     subgroup_size: int | None = None  # the one it is written for; None: any
+    steering: tuple[str, ...] = ()  # buffers that decide which way a workgroup goes: Direct3D 12 binds them read-only
 
     @property
     def uses_waves(self) -> bool:
@@ -68,6 +69,11 @@ class Variant:
     def n_constants(self) -> int:
         """Dwords of constants."""
         return len(self.constants)
+
+    @property
+    def views(self) -> frozenset[int]:
+        """Numbers of the steering bindings."""
+        return frozenset(self.buffers.index(name) for name in self.steering)
 
     def define(self, name: str) -> int:
         """The value of one define."""
@@ -404,6 +410,7 @@ def _attention_kernel(
         constants=ATTENTION_CONSTANTS,
         workgroup=(lanes, 1, 1),
         shared_bytes=4 * floats,
+        steering=("state",) if "state" in buffers else (),
     )
 
 

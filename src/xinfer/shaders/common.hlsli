@@ -1,7 +1,8 @@
 // What every op shares: bindings, number formats, the state of a step, the cache's layout, reductions over a workgroup.
 //
-// The same text passes through Slang (to SPIR-V) and through D3DCompile, shader model 5.1 (define XINFER_D3D): structured
-// buffers of uint, uint4, float or float4 only, no 64-bit integers, no isnan, and wave intrinsics only where WAVE is 1.
+// The same text passes through Slang (to SPIR-V), and (define XINFER_D3D) through D3DCompile, shader model 5.1, that of
+// Windows and that of vkd3d (XINFER_VKD3D), or through dxcompiler, shader model 6 (XINFER_DXC): structured buffers of
+// uint, uint4, float or float4 only, no 64-bit integers, no isnan, and wave intrinsics only where WAVE is 1.
 // D3DCompile evaluates both sides of && and ||, and all of a ?:, and nothing checks an index there: what has an effect
 // stands in an if of its own, and an index that is not to be used is made a valid one.
 #ifndef XINFER_COMMON
@@ -12,12 +13,21 @@
 // some of its slices are written and others read. There are 8 such registers, as many as an op has buffers.
 #define READS(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
 #define WRITES(TYPE, NAME, SLOT) RWStructuredBuffer<TYPE> NAME : register(u##SLOT)
+// But not what decides whether a workgroup comes to a barrier. D3DCompile refuses one (X3663, X4026) where the way there
+// depends on the lane, or on memory that lanes may write: groupshared, or bound for writing. So the catalog names these
+// buffers as `steering`, and no lane returns, breaks or continues by itself before the last barrier.
+#define STEERING(TYPE, NAME, SLOT) StructuredBuffer<TYPE> NAME : register(t##SLOT)
+#ifdef XINFER_VKD3D  // its compiler does not know the word
 #define SHARED_WRITES(TYPE, NAME, SLOT) WRITES(TYPE, NAME, SLOT)
+#else
+#define SHARED_WRITES(TYPE, NAME, SLOT) globallycoherent WRITES(TYPE, NAME, SLOT)
+#endif
 #define CONSTANTS(TYPE, NAME) ConstantBuffer<TYPE> NAME : register(b0)
 #define UNROLL [unroll]
 #define LOOP [loop]
 #else
 #define READS(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] StructuredBuffer<TYPE> NAME
+#define STEERING(TYPE, NAME, SLOT) READS(TYPE, NAME, SLOT)
 #define WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] RWStructuredBuffer<TYPE> NAME
 // Workgroups of one dispatch read what others wrote.
 #define SHARED_WRITES(TYPE, NAME, SLOT) [[vk::binding(SLOT)]] globallycoherent RWStructuredBuffer<TYPE> NAME
@@ -134,10 +144,15 @@ uint first_key(uint position, uint window) { return window != NO_WINDOW && posit
 
 // ---- reductions over a workgroup of GROUP lanes ------------------------------------------------------------------------
 #if WAVE
-// The waves' partial results meet in groupshared memory, at the wave's own number: right at every subgroup size, and
-// whichever lanes make up a wave.
-uint wave_index() { return spirv_asm { OpLoad $$uint result builtin(SubgroupId:uint) }; }
+// The waves' partial results meet in groupshared memory, at the wave's own number: right at every subgroup size. On
+// Vulkan it is the driver's, whichever lanes make up a wave; HLSL has none, and waves are taken for lanes side by side.
+#ifdef XINFER_DXC
+uint wave_index(uint lane) { return lane / WaveGetLaneCount(); }
+uint wave_count() { return (GROUP + WaveGetLaneCount() - 1) / WaveGetLaneCount(); }
+#else
+uint wave_index(uint lane) { return spirv_asm { OpLoad $$uint result builtin(SubgroupId:uint) }; }
 uint wave_count() { return spirv_asm { OpLoad $$uint result builtin(NumSubgroups:uint) }; }
+#endif
 #endif
 
 #ifdef GROUP_REDUCTIONS
@@ -148,7 +163,7 @@ groupshared float reduction[GROUP];
 #define REDUCE(NAME, WAVE_OPERATION, OPERATOR)                                              \
     float NAME(float value, uint lane) {                                                    \
         value = WAVE_OPERATION(value);                                                      \
-        if (WaveIsFirstLane()) reduction[wave_index()] = value;                             \
+        if (WaveIsFirstLane()) reduction[wave_index(lane)] = value;                         \
         GroupMemoryBarrierWithGroupSync();                                                  \
         float total = reduction[0];                                                         \
         for (uint wave = 1; wave < wave_count(); wave++) total = OPERATOR(total, reduction[wave]); \

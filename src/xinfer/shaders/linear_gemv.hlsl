@@ -210,15 +210,12 @@ void finish(uint first_row, uint set, uint n_parts, uint t, uint r, float added)
     y[constants.y_offset + t * constants.y_stride + row] = value + added;
 }
 
-[numthreads(GROUP, 1, 1)]
-void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
-    uint group_row = (group.y * constants.grid_x + group.x) * ROWS_PER_GROUP;
-    if (group_row >= constants.rows) return;  // the folded grid's last line
+void make_rows(uint group_row, uint lane) {
     float added = addend(group_row + lane % ROWS_PER_GROUP, lane / ROWS_PER_GROUP);
     float sums[T_MAX][SUMS];
 #if WAVE
     // A set has waves_a_set waves; where there are fewer waves than sets, a wave takes one set after the other.
-    uint waves = wave_count(), wave = wave_index();
+    uint waves = wave_count(), wave = wave_index(lane);
     uint waves_a_set = max(waves / SETS, 1u);
     uint n_parts = waves_a_set;
     uint part = wave % waves_a_set;
@@ -255,4 +252,10 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         if (output != lane) added = addend(group_row + of_group, t);
         finish(group_row + of_set * ROWS_PER_SET, of_set, n_parts, t, output % ROWS_PER_SET, added);
     }
+}
+
+[numthreads(GROUP, 1, 1)]
+void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
+    uint group_row = (group.y * constants.grid_x + group.x) * ROWS_PER_GROUP;
+    if (group_row < constants.rows) make_rows(group_row, lane);  // else in the folded grid's last line
 }

@@ -105,8 +105,9 @@ def _open(selector: str) -> tuple[Device, str]:
         opened, note = gpu.open_device(selector), str(error)
     if opened is None:
         there = ", ".join(f"{info.api}:{info.index} ({info.name})" for info in gpu.list_devices()) or "none"
+        why = "; ".join(f"{api}: {reason}" for api, reasons in gpu.diagnose().items() for reason in reasons)
         raise DeviceError(
-            f"no GPU to verify was found; there are: {there}. A software driver is used when --device names it"
+            f"no GPU to verify was found; there are: {there}. A software driver is used when --device names it ({why})"
         )
     return opened, note
 

@@ -23,16 +23,24 @@ IIDS = {
     "ID3D12DeviceRemovedExtendedDataSettings": "82bc481c-6b9b-4030-aedb-7ee3d1df1e63",
     "ID3D12Fence": "0a753dcf-c4d8-4b91-adf6-be5a60d95a76",
     "ID3D12GraphicsCommandList": "5b160d0f-ac1b-4185-8ba8-b3ae42a5a455",
+    "ID3D12Heap": "6b3b2502-6e51-45b3-90ee-9884265e8df3",
     "ID3D12InfoQueue": "0742a90b-c387-483f-b946-30a7e4e61458",
     "ID3D12PipelineState": "765a30f3-f624-4c6f-a828-ace948622445",
     "ID3D12QueryHeap": "0d9658ae-ed45-469e-a61d-970ec583cab4",
     "ID3D12Resource": "696442be-a72e-4059-bc79-5b5c98040fad",
     "ID3D12RootSignature": "c54a6b66-72df-4ee8-8be5-a946a1429214",
+    "IDxcBlob": "8ba5fb08-5195-40e2-ac58-0d989c3a0102",
+    "IDxcCompiler3": "228b4687-5a6a-4730-900c-9702b2203f54",
+    "IDxcResult": "58346cda-dde7-4497-9461-6f87af5e0659",
+    "IDxcVersionInfo2": "fb6904c4-42f0-4b62-9c46-983af7da7c83",
     "IDXGIAdapter1": "29038f61-3839-4626-91fd-086879011a05",
     "IDXGIAdapter3": "645967a4-1392-4310-a798-8053ce3e93fd",
     "IDXGIDevice": "54ec77fa-1377-44e6-8c32-88fd5f44c84c",
     "IDXGIFactory4": "1bc6ea02-ef36-464f-bf0c-21ca39e5168a",
 }
+
+# Classes that DxcCreateInstance makes.
+CLSIDS = {"DxcCompiler": "73e22d93-e6ce-47f3-b5bf-f0664f39c1b0"}
 
 # Methods by interface: (place in the vtable, number of arguments beside the object itself).
 UNKNOWN = {"QueryInterface": (0, 2), "AddRef": (1, 0), "Release": (2, 0)}
@@ -45,6 +53,7 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
         **OBJECT,
         "ExecuteCommandLists": (10, 2),
         "Signal": (14, 2),
+        "Wait": (15, 2),
         "GetTimestampFrequency": (16, 1),
     },
     "ID3D12Debug": {**UNKNOWN, "EnableDebugLayer": (3, 0)},
@@ -58,6 +67,8 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
         "CheckFeatureSupport": (13, 3),
         "CreateRootSignature": (16, 5),
         "CreateCommittedResource": (27, 7),
+        "CreateHeap": (28, 3),
+        "CreatePlacedResource": (29, 7),
         "CreateFence": (36, 4),
         "GetDeviceRemovedReason": (37, 0),
         "CreateQueryHeap": (39, 3),
@@ -83,11 +94,13 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
         "ResourceBarrier": (26, 2),
         "SetComputeRootSignature": (29, 1),
         "SetComputeRoot32BitConstants": (35, 4),
+        "SetComputeRootShaderResourceView": (39, 2),
         "SetComputeRootUnorderedAccessView": (41, 2),
         "EndQuery": (53, 3),
         "ResolveQueryData": (54, 6),
         "SetMarker": (56, 3),
     },
+    "ID3D12Heap": OBJECT,
     "ID3D12InfoQueue": {
         **UNKNOWN,
         "SetMessageCountLimit": (3, 1),
@@ -99,6 +112,10 @@ METHODS: dict[str, dict[str, tuple[int, int]]] = {
     "ID3D12QueryHeap": OBJECT,
     "ID3D12Resource": {**OBJECT, "Map": (8, 3), "Unmap": (9, 2), "GetGPUVirtualAddress": (11, 0)},
     "ID3D12RootSignature": OBJECT,
+    "IDxcBlob": {**UNKNOWN, "GetBufferPointer": (3, 0), "GetBufferSize": (4, 0)},
+    "IDxcCompiler3": {**UNKNOWN, "Compile": (3, 6)},
+    "IDxcResult": {**UNKNOWN, "GetStatus": (3, 1), "GetOutput": (7, 4)},
+    "IDxcVersionInfo2": {**UNKNOWN, "GetVersion": (3, 2), "GetCommitInfo": (5, 2)},
     "IDXGIAdapter1": ADAPTER,
     "IDXGIAdapter3": {**ADAPTER, "QueryVideoMemoryInfo": (14, 3)},
     "IDXGIFactory4": {**UNKNOWN, "EnumAdapters1": (12, 2), "EnumWarpAdapter": (27, 2)},
@@ -139,9 +156,11 @@ D3D_FEATURE_LEVEL_11_0 = 0xB000
 D3D_SHADER_MODEL_6_0 = 0x60
 D3D_ROOT_SIGNATURE_VERSION_1 = 1
 D3D12_FEATURE_GPU_VIRTUAL_ADDRESS_SUPPORT = 6
+D3D12_FEATURE_SHADER_MODEL = 7
 D3D12_FEATURE_D3D12_OPTIONS1 = 8
 D3D12_FEATURE_ARCHITECTURE1 = 16
 D3D12_COMMAND_LIST_TYPE_COMPUTE = 2
+D3D12_COMMAND_LIST_TYPE_COPY = 3
 D3D12_HEAP_TYPE_DEFAULT = 1
 D3D12_HEAP_TYPE_CUSTOM = 4
 D3D12_CPU_PAGE_PROPERTY_UNKNOWN = 0
@@ -150,17 +169,21 @@ D3D12_CPU_PAGE_PROPERTY_WRITE_BACK = 3
 D3D12_MEMORY_POOL_UNKNOWN = 0
 D3D12_MEMORY_POOL_L0 = 1
 D3D12_HEAP_FLAG_NONE = 0
+D3D12_HEAP_FLAG_ALLOW_ONLY_BUFFERS = 0xC0
+D3D12_DEFAULT_RESOURCE_PLACEMENT_ALIGNMENT = 65_536
 D3D12_RESOURCE_DIMENSION_BUFFER = 1
 D3D12_TEXTURE_LAYOUT_ROW_MAJOR = 1
 D3D12_RESOURCE_FLAG_ALLOW_UNORDERED_ACCESS = 0x4
 D3D12_RESOURCE_STATE_COMMON = 0
 D3D12_RESOURCE_STATE_UNORDERED_ACCESS = 0x8
+D3D12_RESOURCE_STATE_NON_PIXEL_SHADER_RESOURCE = 0x40
 D3D12_RESOURCE_STATE_COPY_DEST = 0x400
 D3D12_RESOURCE_STATE_COPY_SOURCE = 0x800
 D3D12_RESOURCE_BARRIER_TYPE_TRANSITION = 0
 D3D12_RESOURCE_BARRIER_TYPE_UAV = 2
 D3D12_RESOURCE_BARRIER_ALL_SUBRESOURCES = 0xFFFFFFFF
 D3D12_ROOT_PARAMETER_TYPE_32BIT_CONSTANTS = 1
+D3D12_ROOT_PARAMETER_TYPE_SRV = 3
 D3D12_ROOT_PARAMETER_TYPE_UAV = 4
 D3D12_QUERY_HEAP_TYPE_TIMESTAMP = 1
 D3D12_QUERY_TYPE_TIMESTAMP = 2
@@ -187,6 +210,11 @@ def iid(interface: str) -> Array[c_uint8]:
     return (c_uint8 * 16)(*UUID(IIDS[interface]).bytes_le)
 
 
+def clsid(name: str) -> Array[c_uint8]:
+    """A class's id as a GUID in memory."""
+    return (c_uint8 * 16)(*UUID(CLSIDS[name]).bytes_le)
+
+
 class D3D12_COMMAND_QUEUE_DESC(Structure):
     _fields_ = [("Type", c_int32), ("Priority", c_int32), ("Flags", c_int32), ("NodeMask", c_uint32)]
 
@@ -198,6 +226,15 @@ class D3D12_HEAP_PROPERTIES(Structure):
         ("MemoryPoolPreference", c_int32),
         ("CreationNodeMask", c_uint32),
         ("VisibleNodeMask", c_uint32),
+    ]
+
+
+class D3D12_HEAP_DESC(Structure):
+    _fields_ = [
+        ("SizeInBytes", c_uint64),
+        ("Properties", D3D12_HEAP_PROPERTIES),
+        ("Alignment", c_uint64),
+        ("Flags", c_int32),
     ]
 
 

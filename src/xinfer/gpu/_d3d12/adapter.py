@@ -6,13 +6,14 @@ import ctypes
 import dataclasses
 import os
 from collections.abc import Iterator
-from ctypes import c_uint16, c_uint64, c_void_p
+from ctypes import c_uint16, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from xinfer.errors import DeviceError
 from xinfer.gpu import vulkan
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import Interface, failed
+from xinfer.gpu._d3d12.compiler import Compiler
 from xinfer.gpu._d3d12.runtime import Runtime, interface
 from xinfer.gpu.api import DeviceInfo, DeviceKind, MemoryStatus
 
@@ -30,8 +31,9 @@ KINDS_BY_PREFERENCE: tuple[DeviceKind, ...] = ("discrete", "integrated", "virtua
 class Adapter:
     """One adapter: what it is, and DXGI's object for it, if there is DXGI."""
 
-    def __init__(self, info: DeviceInfo, dxgi: Interface | None = None) -> None:
+    def __init__(self, info: DeviceInfo, compiler: Compiler, dxgi: Interface | None = None) -> None:
         self.info = info
+        self.compiler = compiler
         self._dxgi = dxgi
         self._budgets = dxgi.query("IDXGIAdapter3") if dxgi else None
 
@@ -40,13 +42,18 @@ class Adapter:
         """What D3D12CreateDevice is told."""
         return self._dxgi.address if self._dxgi else None
 
-    def memory(self, ours: int) -> MemoryStatus:
-        """How full the device's own memory is, of which `ours` bytes are known to be used by this device."""
+    def memory(self, ours: int, *, unused: int = 0) -> MemoryStatus:
+        """How full the device's own memory is.
+
+        Args:
+            ours: bytes of this device's buffers.
+            unused: bytes that the driver counts as used and that new buffers may have.
+        """
         usage = d3d.DXGI_QUERY_VIDEO_MEMORY_INFO()
         group = d3d.DXGI_MEMORY_SEGMENT_GROUP_LOCAL
         if self._budgets is None or failed(self._budgets.call("QueryVideoMemoryInfo", 0, group, usage)):
             return MemoryStatus(budget=self.info.heap_bytes, used=ours, ours=ours)
-        return MemoryStatus(budget=usage.Budget, used=max(usage.CurrentUsage, ours), ours=ours)
+        return MemoryStatus(budget=usage.Budget, used=max(usage.CurrentUsage - unused, ours), ours=ours)
 
     def release(self) -> None:
         """Give DXGI's objects back; may be called twice."""
@@ -71,14 +78,14 @@ def _from_dxgi(runtime: Runtime) -> Iterator[Adapter]:
         for dxgi in _enumerate(factory):
             desc = _describe(dxgi)
             software = software or bool(desc.Flags & d3d.DXGI_ADAPTER_FLAG_SOFTWARE)
-            if (info := _info(runtime, dxgi, desc, index)) is not None:
+            if (adapter := _adapter(runtime, dxgi, desc, index)) is not None:
                 index += 1
-                yield Adapter(info, dxgi)
+                yield adapter
             else:
                 dxgi.release()
         warp = None if software else _slot(factory, "EnumWarpAdapter", d3d.iid("IDXGIAdapter1"))
-        if warp and (info := _info(runtime, warp, _describe(warp), index, software=True)) is not None:
-            yield Adapter(info, warp)
+        if warp and (adapter := _adapter(runtime, warp, _describe(warp), index, software=True)) is not None:
+            yield adapter
     finally:
         factory.release()
 
@@ -104,14 +111,15 @@ def _describe(dxgi: Interface) -> Any:
     return desc
 
 
-def _info(runtime: Runtime, dxgi: Interface, desc: Any, index: int, *, software: bool = False) -> DeviceInfo | None:
+def _adapter(runtime: Runtime, dxgi: Interface, desc: Any, index: int, *, software: bool = False) -> Adapter | None:
     """What an adapter is; None where it does not know Direct3D 12."""
     try:
         device = interface(runtime, "ID3D12Device", "D3D12CreateDevice", dxgi.address, d3d.D3D_FEATURE_LEVEL_11_0)
     except DeviceError:
         return None
     try:
-        limits = _limits(device)
+        compiler = _compiler(runtime, device)
+        limits = _limits(device, compiler)
         uma = _feature(device, d3d.D3D12_FEATURE_ARCHITECTURE1, d3d.D3D12_FEATURE_DATA_ARCHITECTURE1()).UMA
     finally:
         device.release()
@@ -119,7 +127,7 @@ def _info(runtime: Runtime, dxgi: Interface, desc: Any, index: int, *, software:
     if software or desc.Flags & d3d.DXGI_ADAPTER_FLAG_SOFTWARE:
         kind = "cpu"
     shared = desc.SharedSystemMemory if kind != "discrete" else 0
-    return DeviceInfo(
+    info = DeviceInfo(
         api="d3d12",
         index=index,
         name=bytes(desc.Description).decode("utf-16-le", errors="replace").split("\0")[0].strip(),
@@ -128,11 +136,10 @@ def _info(runtime: Runtime, dxgi: Interface, desc: Any, index: int, *, software:
         device_id=desc.DeviceId,
         driver="WARP" if kind == "cpu" else "WDDM",
         driver_version=_driver_version(dxgi),
-        api_version="12, feature level 11_0",
         heap_bytes=desc.DedicatedVideoMemory + shared,
-        features=frozenset({"memory_budget"}),
-        **limits,
+        **limits | {"features": limits["features"] | {"memory_budget"}},
     )
+    return Adapter(info, compiler, dxgi)
 
 
 def _driver_version(dxgi: Interface) -> str:
@@ -149,22 +156,13 @@ def _of_vkd3d(runtime: Runtime) -> Adapter:
     """vkd3d's device. It does not say which one that is: it takes the best that Vulkan shows."""
     device = interface(runtime, "ID3D12Device", "D3D12CreateDevice", None, d3d.D3D_FEATURE_LEVEL_11_0)
     try:
-        limits = _limits(device)
+        compiler = _compiler(runtime, device)
+        limits = _limits(device, compiler)
     finally:
         device.release()
     below = _below_vkd3d()
-    return Adapter(
-        dataclasses.replace(
-            below,
-            api="d3d12",
-            index=0,
-            name=f"vkd3d on {below.name}",
-            api_version="12, feature level 11_0",
-            emulated=True,
-            features=frozenset(),
-            **limits,
-        )
-    )
+    info = dataclasses.replace(below, api="d3d12", index=0, name=f"vkd3d on {below.name}", emulated=True, **limits)
+    return Adapter(info, compiler)
 
 
 def _below_vkd3d() -> DeviceInfo:
@@ -188,7 +186,15 @@ def _feature(device: Interface, number: int, data: Any) -> Any:
     return data
 
 
-def _limits(device: Interface) -> dict[str, Any]:
+def _compiler(runtime: Runtime, device: Interface) -> Compiler:
+    """What compiles for a device: dxcompiler only where it takes what that makes."""
+    model = c_uint32(d3d.D3D_SHADER_MODEL_6_0)
+    answer = device.call("CheckFeatureSupport", d3d.D3D12_FEATURE_SHADER_MODEL, model, ctypes.sizeof(model))
+    takes = not failed(answer) and model.value >= d3d.D3D_SHADER_MODEL_6_0
+    return Compiler(runtime, runtime.dxc if takes else None)
+
+
+def _limits(device: Interface, compiler: Compiler) -> dict[str, Any]:
     waves = _feature(device, d3d.D3D12_FEATURE_D3D12_OPTIONS1, d3d.D3D12_FEATURE_DATA_D3D12_OPTIONS1())
     addresses = _feature(
         device,
@@ -197,6 +203,8 @@ def _limits(device: Interface) -> dict[str, Any]:
     )
     least = waves.WaveLaneCountMin or 32
     return {
+        "api_version": f"12, feature level 11_0, {compiler.name}",
+        "features": frozenset({"subgroup_arithmetic"} if compiler.dxc and waves.WaveOps else ()),
         "subgroup_size_min": least,
         "subgroup_size_max": waves.WaveLaneCountMax or least,
         "subgroup_size_default": least,

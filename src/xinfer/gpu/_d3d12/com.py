@@ -95,17 +95,18 @@ class FfiCaller:
 class Interface:
     """One COM object, its methods called by name: `device.call("CreateFence", 0, 0, iid, slot)`."""
 
-    __slots__ = ("_addresses", "address", "caller", "kind")
+    __slots__ = ("_addresses", "address", "caller", "kind", "shift")
 
-    def __init__(self, caller: Caller, kind: str, address: int) -> None:
+    def __init__(self, caller: Caller, kind: str, address: int, shift: int = 0) -> None:
         self.caller = caller
         self.kind = kind
         self.address = address
-        self._addresses: dict[str, int] = {}
+        self.shift = shift  # places between IUnknown's methods and the others
+        self._addresses: dict[tuple[str, int], int] = {}
 
     def call(self, method: str, *arguments: Argument) -> int:
         """Call a method; its answer as an unsigned 64-bit word."""
-        address = self._addresses.get(method)
+        address = self._addresses.get((method, self.shift))
         if address is None:
             address = self._find(method, len(arguments))
         return self.caller(address, self.address, *arguments)
@@ -125,11 +126,13 @@ class Interface:
     def _find(self, method: str, n_arguments: int) -> int:
         place, expected = d3d.METHODS[self.kind][method]
         assert n_arguments == expected, f"{self.kind}::{method} takes {expected} arguments, not {n_arguments}"
+        if method not in d3d.UNKNOWN:
+            place += self.shift
         table = c_void_p.from_address(self.address).value
         assert table
         address = c_void_p.from_address(table + place * ctypes.sizeof(c_void_p)).value
         assert address
-        self._addresses[method] = address
+        self._addresses[method, self.shift] = address
         return address
 
 

@@ -1,15 +1,21 @@
-"""HLSL to bytecode by D3DCompile, shader model 5.1, with what was compiled kept on disk."""
+"""HLSL to bytecode, with what was compiled kept on disk.
+
+By the user's dxcompiler to shader model 6, where there is one and the device takes that; else by D3DCompile to 5.1.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 from ctypes import Structure, c_char_p, c_void_p, create_string_buffer
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from xinfer.errors import DeviceError
 from xinfer.gpu import _disk
 from xinfer.gpu._d3d12.com import Interface, failed, hresult_name
+from xinfer.gpu._d3d12.dxc import ARGUMENTS as DXC_ARGUMENTS
+from xinfer.gpu._d3d12.dxc import Dxc
 from xinfer.gpu._d3d12.runtime import Runtime
 from xinfer.gpu.api import HlslSource
 
@@ -28,29 +34,50 @@ class D3D_SHADER_MACRO(Structure):  # noqa: N801
     _fields_ = [("Name", c_char_p), ("Definition", c_char_p)]
 
 
-def compile_hlsl(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
-    """The bytecode of a shader, from disk where it was compiled before.
+@dataclass(frozen=True)
+class Compiler:
+    """What makes a device's kernels out of HLSL."""
 
-    Raises DeviceError with what the compiler said.
-    """
-    path = _path(runtime, source, entry)
-    known = _disk.read(path, MAGIC, LARGEST)
-    if known is not None:
-        return known
-    code = _compile(runtime, source, entry)
-    _disk.write(path, MAGIC, code)
-    return code
+    runtime: Runtime
+    dxc: Dxc | None = None  # None: D3DCompile
+
+    @property
+    def name(self) -> str:
+        """As it stands in reports."""
+        if self.dxc:
+            return f"shader model 6.0 by dxcompiler {self.dxc.version}"
+        return "shader model 5.1 by D3DCompile"
+
+    def compile(self, source: HlslSource, entry: str) -> bytes:
+        """The bytecode of a shader, from disk where it was compiled before.
+
+        Raises DeviceError with what the compiler said.
+        """
+        source = replace(source, defines=(*source.defines, *self._defines()))
+        path = self._path(source, entry)
+        known = _disk.read(path, MAGIC, LARGEST)
+        if known is not None:
+            return known
+        code = self.dxc.compile(source, entry) if self.dxc else _d3d_compile(self.runtime, source, entry)
+        _disk.write(path, MAGIC, code)
+        return code
+
+    def _defines(self) -> tuple[tuple[str, int], ...]:
+        """What the sources have to know of the compiler; see common.hlsli."""
+        if self.dxc:
+            return (("XINFER_DXC", 1),)
+        return () if self.runtime.windows else (("XINFER_VKD3D", 1),)
+
+    def _path(self, source: HlslSource, entry: str) -> Path | None:
+        """Its file, named after all that it is compiled from; None where there is no home to put it in."""
+        how = (self.dxc.version, DXC_ARGUMENTS) if self.dxc else (self.runtime.name, PROFILE, FLAGS)
+        digest = hashlib.sha256(repr((how, source.defines, entry)).encode())
+        digest.update(source.text.encode())
+        folder = _disk.cache_folder("bytecode")
+        return folder / f"{digest.hexdigest()}.bin" if folder else None
 
 
-def _path(runtime: Runtime, source: HlslSource, entry: str) -> Path | None:
-    """Its file, named after all that it is compiled from; None where there is no home to put it in."""
-    digest = hashlib.sha256(repr((runtime.name, source.defines, entry, PROFILE, FLAGS)).encode())
-    digest.update(source.text.encode())
-    folder = _disk.cache_folder("bytecode")
-    return folder / f"{digest.hexdigest()}.bin" if folder else None
-
-
-def _compile(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
+def _d3d_compile(runtime: Runtime, source: HlslSource, entry: str) -> bytes:
     text = source.text.encode()
     named = [D3D_SHADER_MACRO(name.encode(), str(value).encode()) for name, value in source.defines]
     macros = (D3D_SHADER_MACRO * (len(named) + 1))(*named)

@@ -14,7 +14,7 @@ from xinfer.gpu._d3d12 import debug as debugging
 from xinfer.gpu._d3d12.adapter import Adapter
 from xinfer.gpu._d3d12.com import Argument, Interface, failed, hresult_name, wide
 from xinfer.gpu._d3d12.runtime import Runtime, interface
-from xinfer.gpu._trail import Trail
+from xinfer.gpu._trail import HUNG, Trail
 from xinfer.gpu.api import DebugMessage, RemovedReason
 
 # A call that answers with one of these tells of a lost device; INVALID_CALL may also be a mistake of ours.
@@ -120,6 +120,10 @@ class Core:
             messages=messages,
         )
 
+    def hung(self, work: str) -> Loss:
+        """What can be told where work has not ended in its time."""
+        return self.loss(work, HUNG)
+
     def removed_reason(self) -> RemovedReason:
         """See `api.Device.removed_reason`."""
         if not self._reason.lost and not self.closed and not self.forked:
@@ -159,8 +163,8 @@ class Core:
                 return
             handle.call("Release")
             handle.slot.value = None
-            if handle.on_destroy:
-                handle.on_destroy()
+        if handle.on_destroy:
+            handle.on_destroy()  # not under the lock: it may destroy others
 
     def live_objects(self) -> dict[str, int]:
         """Objects alive, by type."""

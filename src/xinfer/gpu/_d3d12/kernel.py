@@ -10,28 +10,30 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import _checks
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import failed, hresult_name
-from xinfer.gpu._d3d12.compiler import compile_hlsl, take_blob
+from xinfer.gpu._d3d12.compiler import take_blob
 from xinfer.gpu._d3d12.core import Core, Handle
 from xinfer.gpu._d3d12.memory import BufferOwner
+from xinfer.gpu._kernel import NativeKernel
 from xinfer.gpu.api import KernelCode
 
 
 class RootSignatures:
-    """By number of buffers and of constants, made when first needed: constants b0, then UAVs u0, u1, ..."""
+    """By what they bind, made when first needed: constants b0, then for each buffer u or t with its number."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self._made: dict[tuple[int, int], Handle] = {}
+        self._made: dict[tuple[int, int, frozenset[int]], Handle] = {}
         self._lock = threading.Lock()
 
-    def get(self, n_buffers: int, n_constants: int) -> Handle:
-        """The one for so many buffers and dwords of constants."""
+    def get(self, n_buffers: int, n_constants: int, views: frozenset[int]) -> Handle:
+        """The one for so many buffers, of which `views` are read-only, and dwords of constants."""
+        key = n_buffers, n_constants, views
         with self._lock:
-            if (n_buffers, n_constants) not in self._made:
-                self._made[n_buffers, n_constants] = self._make(n_buffers, n_constants)
-            return self._made[n_buffers, n_constants]
+            if key not in self._made:
+                self._made[key] = self._make(n_buffers, n_constants, views)
+            return self._made[key]
 
-    def _make(self, n_buffers: int, n_constants: int) -> Handle:
+    def _make(self, n_buffers: int, n_constants: int, views: frozenset[int]) -> Handle:
         parameters = []
         if n_constants:
             constants = d3d.D3D12_ROOT_CONSTANTS(ShaderRegister=0, Num32BitValues=n_constants)
@@ -39,7 +41,7 @@ class RootSignatures:
             parameters.append(d3d.D3D12_ROOT_PARAMETER(ParameterType=kind, Constants=constants))
         for i in range(n_buffers):
             descriptor = d3d.D3D12_ROOT_DESCRIPTOR(ShaderRegister=i)
-            kind = d3d.D3D12_ROOT_PARAMETER_TYPE_UAV
+            kind = d3d.D3D12_ROOT_PARAMETER_TYPE_SRV if i in views else d3d.D3D12_ROOT_PARAMETER_TYPE_UAV
             parameters.append(d3d.D3D12_ROOT_PARAMETER(ParameterType=kind, Descriptor=descriptor))
         array = (d3d.D3D12_ROOT_PARAMETER * len(parameters))(*parameters)
         desc = d3d.D3D12_ROOT_SIGNATURE_DESC(NumParameters=len(parameters), pParameters=addressof(array))
@@ -58,21 +60,20 @@ class RootSignatures:
         return take_blob(self.core.runtime, data)
 
 
-class D3D12Kernel:
-    """A compute pipeline; see `api.Kernel`. Recordings keep the native pipeline alive past `release`."""
+class D3D12Kernel(NativeKernel):
+    """An ID3D12PipelineState."""
+
+    _handle: Handle
 
     def __init__(self, owner: BufferOwner, signatures: RootSignatures, code: KernelCode) -> None:
+        super().__init__(owner, code)
         core = owner.core
         _checks.check_kernel(code, core.adapter.info)
         if code.hlsl is None:
             raise DeviceError(f"kernel {code.id!r} is written for Vulkan only; use another variant")
-        self.code = code
-        self.owner = owner
-        self.signature = signatures.get(code.n_buffers, code.n_constants)
-        self._uses = 1  # its own, and one for each recording that binds it
-        self._released = False
-        self._lock = threading.Lock()
-        bytecode = create_string_buffer(compile_hlsl(core.runtime, code.hlsl, code.entry))
+        self.views = code.hlsl.views
+        self.signature = signatures.get(code.n_buffers, code.n_constants, code.hlsl.views)
+        bytecode = create_string_buffer(core.adapter.compiler.compile(code.hlsl, code.entry))
         desc = d3d.D3D12_COMPUTE_PIPELINE_STATE_DESC(
             pRootSignature=self.signature.address,
             CS=d3d.D3D12_SHADER_BYTECODE(addressof(bytecode), ctypes.sizeof(bytecode) - 1),
@@ -83,27 +84,3 @@ class D3D12Kernel:
     def pipeline(self) -> int:
         """The ID3D12PipelineState."""
         return self._handle.address
-
-    def ensure_alive(self) -> None:
-        """Raise DeviceError after release."""
-        if self._released:
-            raise DeviceError(f"kernel {self.code.id!r} is released; it cannot be recorded any more")
-
-    def release(self) -> None:
-        """Give it back; recordings made with it stay valid."""
-        if not self._released:
-            self._released = True
-            self.drop()
-
-    def retain(self) -> None:
-        """A recording uses it."""
-        with self._lock:
-            self._uses += 1
-
-    def drop(self) -> None:
-        """A use of it ended."""
-        with self._lock:
-            self._uses -= 1
-            last = self._uses == 0
-        if last:
-            self.owner.retire(self._handle)

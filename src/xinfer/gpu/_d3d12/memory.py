@@ -1,8 +1,9 @@
-"""Buffers: committed resources, in the device's own memory or in memory that the host maps."""
+"""Buffers: parts of heaps or, where they are large or the host maps them, allocations of their own."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from ctypes import c_void_p
 from typing import Any
 
@@ -11,6 +12,7 @@ from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._buffer import NativeBuffer
 from xinfer.gpu._checks import format_bytes
 from xinfer.gpu._d3d12.core import Core, Handle
+from xinfer.gpu._d3d12.heaps import Heaps
 from xinfer.gpu._meter import Meter
 from xinfer.gpu.api import BufferKind, BufferSlice, MemoryStatus
 from xinfer.gpu.native import memory_at
@@ -42,6 +44,7 @@ class Allocator:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.meter = Meter()
+        self.heaps = Heaps(core)
         self._ours = 0
         self._lock = threading.Lock()
 
@@ -52,16 +55,14 @@ class Allocator:
     def _driver_status(self) -> MemoryStatus:
         with self._lock:
             ours = self._ours
-        return self.core.adapter.memory(ours)
+        return self.core.adapter.memory(ours, unused=self.heaps.free_bytes)
 
     def allocate(self, kind: BufferKind, size: int, label: str) -> Handle:
-        """A buffer with memory of its own."""
+        """A native buffer."""
         counted = size if kind == "device" or self.core.adapter.info.kind != "discrete" else 0
         status = self.status() if kind == "device" else self._driver_status()
         if counted > status.free:
             raise self._too_little(size, label)
-        heap_type, page, pool = HEAPS[kind]
-        heap = d3d.D3D12_HEAP_PROPERTIES(Type=heap_type, CPUPageProperty=page, MemoryPoolPreference=pool)
         desc = d3d.D3D12_RESOURCE_DESC(
             Dimension=d3d.D3D12_RESOURCE_DIMENSION_BUFFER,
             Width=size,
@@ -72,17 +73,36 @@ class Allocator:
             Layout=d3d.D3D12_TEXTURE_LAYOUT_ROW_MAJOR,
             Flags=d3d.D3D12_RESOURCE_FLAG_ALLOW_UNORDERED_ACCESS,
         )
-        state = d3d.D3D12_RESOURCE_STATE_COMMON
-        try:
-            handle = self.core.create(
-                *("ID3D12Resource", "CreateCommittedResource", heap, d3d.D3D12_HEAP_FLAG_NONE, desc, state, None),
-                label=label,
-                on_destroy=lambda: self._count(kind, size, -counted),
-            )
-        except OutOfMemoryError as error:
-            raise self._too_little(size, label) from error
+
+        def gone() -> None:
+            self._count(kind, size, -counted)
+
+        handle = self.heaps.place(desc, label, self._has_room, gone) if kind == "device" else None
+        if handle is None:
+            if not self._has_room(counted):
+                raise self._too_little(size, label)
+            handle = self._commit(kind, desc, label, gone)
         self._count(kind, size, counted)
         return handle
+
+    def _has_room(self, size: int) -> bool:
+        """Whether the device has so much outside the heaps that are there."""
+        return size <= self._driver_status().free - self.heaps.free_bytes
+
+    def _commit(
+        self, kind: BufferKind, desc: d3d.D3D12_RESOURCE_DESC, label: str, on_destroy: Callable[[], None]
+    ) -> Handle:
+        heap_type, page, pool = HEAPS[kind]
+        heap = d3d.D3D12_HEAP_PROPERTIES(Type=heap_type, CPUPageProperty=page, MemoryPoolPreference=pool)
+        state = d3d.D3D12_RESOURCE_STATE_COMMON
+        try:
+            return self.core.create(
+                *("ID3D12Resource", "CreateCommittedResource", heap, d3d.D3D12_HEAP_FLAG_NONE, desc, state, None),
+                label=label,
+                on_destroy=on_destroy,
+            )
+        except OutOfMemoryError as error:
+            raise self._too_little(desc.Width, label) from error
 
     def _count(self, kind: BufferKind, size: int, change: int) -> None:
         with self._lock:
@@ -92,19 +112,19 @@ class Allocator:
 
     def _too_little(self, size: int, label: str) -> OutOfMemoryError:
         status = self.status()
-        missing = format_bytes(max(0, size - status.free))
+        free = max(0, min(status.free, self._driver_status().free - self.heaps.free_bytes))
         return OutOfMemoryError(
             f"{label or 'a buffer'} needs {format_bytes(size)} of {self.core.adapter.info.name}'s memory, but only "
-            f"{format_bytes(status.free)} of {format_bytes(status.budget)} are free ({format_bytes(status.ours)} are "
-            f"in use here, {format_bytes(max(0, status.used - status.ours))} by others): {missing} are missing; "
-            "free them, or ask for less",
+            f"{format_bytes(free)} of {format_bytes(status.budget)} are free ({format_bytes(status.ours)} are "
+            f"in use here, {format_bytes(max(0, status.used - status.ours))} by others): "
+            f"{format_bytes(max(0, size - free))} are missing; free them, or ask for less",
             needed=size,
-            free=status.free,
+            free=free,
         )
 
 
 class D3D12Buffer(NativeBuffer):
-    """A committed buffer; see `api.Buffer`."""
+    """An ID3D12Resource; see `api.Buffer`."""
 
     def __init__(self, owner: BufferOwner, size: int, kind: BufferKind, label: str) -> None:
         super().__init__(size, kind, label)

@@ -1,4 +1,4 @@
-"""The queue: work is handed to it, and its fence tells what has ended."""
+"""Queues: work is handed to them, and their fences tell what has ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ctypes import c_uint64, c_void_p
 
 from xinfer.gpu._bindings import d3d12 as d3d
+from xinfer.gpu._clock import Clock
 from xinfer.gpu._d3d12.core import Core, Handle
 
 FIRST_NAP_S = 20e-6
@@ -18,8 +19,7 @@ GONE = (1 << 64) - 1  # what a fence says once the device is lost
 class CommandList:
     """A list of commands with its allocator, and the value with which its last run ends."""
 
-    def __init__(self, core: Core, label: str) -> None:
-        kind = d3d.D3D12_COMMAND_LIST_TYPE_COMPUTE
+    def __init__(self, core: Core, label: str, kind: int) -> None:
         self.allocator = core.create("ID3D12CommandAllocator", "CreateCommandAllocator", kind, label=label)
         try:
             self.list = core.create(
@@ -51,25 +51,33 @@ class CommandList:
         self._open = False
 
 
-class Queue:
-    """A compute queue with a fence that grows by one with each submission."""
+class Queue(Clock):
+    """A queue for lists of one kind, with a fence that grows by one with each submission."""
 
-    def __init__(self, core: Core) -> None:
+    core: Core
+
+    def __init__(self, core: Core, kind: int, label: str) -> None:
+        super().__init__()
         self.core = core
+        self.kind = kind  # D3D12_COMMAND_LIST_TYPE
         self.lock = threading.RLock()
-        self.submitted = 0
         self._signalled = 0
         self._seen = 0
-        desc = d3d.D3D12_COMMAND_QUEUE_DESC(Type=d3d.D3D12_COMMAND_LIST_TYPE_COMPUTE)
-        self.handle = core.create("ID3D12CommandQueue", "CreateCommandQueue", desc, label="queue")
-        self.fence = core.create("ID3D12Fence", "CreateFence", 0, 0, label="clock")
+        desc = d3d.D3D12_COMMAND_QUEUE_DESC(Type=kind)
+        self.handle = core.create("ID3D12CommandQueue", "CreateCommandQueue", desc, label=f"{label} queue")
+        self.fence = core.create("ID3D12Fence", "CreateFence", 0, 0, label=f"clock of the {label} queue")
 
-    def submit(self, lists: Sequence[CommandList]) -> int:
+    def submit(self, lists: Sequence[CommandList], waits: Sequence[tuple[Queue, int]] = ()) -> int:
         """Queue closed lists, each of which runs after those before it; the value that they end with.
 
-        Each goes by itself: buffers then are back in the state from which any list may take them.
+        They start after the values of other queues in `waits`. Each goes by itself: buffers then are back in the state
+        from which any list may take them.
         """
+        for queue, value in waits:
+            queue.ensure_signalled(value)  # not under our own lock
         with self.lock:
+            for queue, value in waits:
+                self.handle.run("Wait", queue.fence.address, value)
             value = self.submitted + 1
             done = self.completed() if any(item.value > self._seen for item in lists) else self._seen
             assert all(item.value <= done for item in lists), "a list may not run again while it is in flight"
@@ -83,8 +91,7 @@ class Queue:
     def completed(self) -> int:
         """The highest value that has ended."""
         if self._seen < self.submitted:
-            if self._signalled < self.submitted:
-                self._signal()
+            self.ensure_signalled(self.submitted)
             value = self.fence.call("GetCompletedValue")
             if value == GONE:
                 self.core.lose("ID3D12Fence::GetCompletedValue", d3d.REMOVED["DXGI_ERROR_DEVICE_REMOVED"])
@@ -96,26 +103,20 @@ class Queue:
         """The highest value that is known to have ended, without asking the device."""
         return self._seen
 
-    def spin(self, value: int, spin_s: float) -> bool:
-        """Ask until `value` has ended or the time is up, at least once."""
-        deadline = time.perf_counter() + spin_s
+    def _wait_slice(self, value: int, timeout_ns: int) -> bool:
+        deadline, nap = time.monotonic() + 1e-9 * timeout_ns, FIRST_NAP_S
         while self.completed() < value:
-            if time.perf_counter() >= deadline:
-                return False
-        return True
-
-    def wait(self, value: int, timeout_s: float) -> bool:
-        """Block until `value` has ended or the time is up, asking at growing intervals."""
-        deadline, nap = time.monotonic() + timeout_s, FIRST_NAP_S
-        while True:
-            self.core.ensure_usable()
-            if self.completed() >= value:
-                return True
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
             time.sleep(min(nap, left))
             nap = min(1.5 * nap, LONGEST_NAP_S)
+        return True
+
+    def ensure_signalled(self, value: int) -> None:
+        """See that the fence will come to `value`: an interrupt may have come between a submission and its signal."""
+        if self._signalled < value:
+            self._signal()
 
     def frequency(self) -> int:
         """Ticks of a timestamp in a second."""

@@ -12,15 +12,15 @@ from ctypes import c_uint32
 from dataclasses import dataclass
 from typing import Literal
 
-from xinfer.errors import DeviceError, DeviceHungError
+from xinfer.errors import DeviceHungError
 from xinfer.gpu import _checks
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.core import Handle
 from xinfer.gpu._d3d12.kernel import D3D12Kernel
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, as_slice, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
-from xinfer.gpu._d3d12.states import States
-from xinfer.gpu._trail import HUNG
+from xinfer.gpu._d3d12.states import UAV, VIEW, States
+from xinfer.gpu._record import NativeRecording, NativeSegment
 from xinfer.gpu.api import Bindable, BufferSlice, Groups, Kernel
 
 LISTS_A_SEGMENT = 4
@@ -42,21 +42,14 @@ class Op:
     query: int = 0
 
 
-class Segment:
+class Segment(NativeSegment):
     """The commands of one segment, and its lists."""
 
     def __init__(self, recording: D3D12Recording, name: str) -> None:
-        self.recording = recording
-        self.name = name
+        super().__init__(recording, name)
         self.ops: list[Op] = []
         self.lists: list[CommandList] = []
-        self.buffers: set[D3D12Buffer] = set()
-        self.ran = False
         self.marker = b""  # where it begins, among the recording's notes
-
-    def break_off(self, reason: str) -> None:
-        """A buffer went: the recording must not be submitted again."""
-        self.recording.broken = reason
 
     @property
     def queries(self) -> list[int]:
@@ -64,35 +57,21 @@ class Segment:
         return [op.query for op in self.ops if op.kind == "timestamp"]
 
 
-class D3D12Recording:
-    """See `api.Recording`. Segments end with a barrier, so that one sees what those before it wrote."""
+class D3D12Recording(NativeRecording[Segment]):
+    """Commands in command lists; see `api.Recording`."""
+
+    owner: BufferOwner
 
     def __init__(self, owner: BufferOwner, queue: Queue, filler: D3D12Kernel, label: str) -> None:
-        self.owner = owner
-        self.core = owner.core
+        super().__init__(owner, label)
         self.queue = queue
-        self.label = label
-        self.parts: list[Segment] = []
-        self.broken: str | None = "it is not finished"
         self._filler = filler
-        self._finished = False
         self._stamps: list[str] = []  # labels of the timestamps, in order
         self._query_heap: Handle | None = None
         self._ticks: D3D12Buffer | None = None
         self._own_buffers: list[D3D12Buffer] = []
-        self._kernels: list[D3D12Kernel] = []
-        self._notes = owner.core.trail.notes(label)
 
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """Names of the segments, in order."""
-        return tuple(part.name for part in self.parts)
-
-    def segment(self, name: str) -> None:
-        """Open the next segment; commands before the first call go to one with the name ""."""
-        self._ensure_open()
-        if name in self.segments:
-            raise ValueError(f"recording {self.label!r} has a segment {name!r} already")
+    def _open(self, name: str) -> None:
         self.parts.append(Segment(self, name))
         self.parts[-1].marker = self._notes.begin(name)
 
@@ -139,11 +118,7 @@ class D3D12Recording:
         self._note(Op("timestamp", label, query=len(self._stamps)))
         self._stamps.append(label)
 
-    def finish(self) -> None:
-        """Close it. Only a finished recording is submitted."""
-        self._ensure_open()
-        if not self.parts:
-            self.segment("")
+    def _close(self) -> None:
         if self._stamps:
             desc = d3d.D3D12_QUERY_HEAP_DESC(Type=d3d.D3D12_QUERY_HEAP_TYPE_TIMESTAMP, Count=len(self._stamps))
             self._query_heap = self.core.create("ID3D12QueryHeap", "CreateQueryHeap", desc, label=self.label)
@@ -151,38 +126,14 @@ class D3D12Recording:
             self._own_buffers.append(self._ticks)
         for part in self.parts:
             part.lists.append(self._make_list(part))
-        self._finished = True
-        if self.broken == "it is not finished":
-            self.broken = None
 
-    def release(self) -> None:
-        """Give it back, after the work in flight that uses it; may be called twice."""
-        if self.broken == "it is released":
-            return
-        self.broken = "it is released"
-        self._finished = True
+    def _give_back(self) -> None:
         for part in self.parts:
-            for buffer in part.buffers:
-                buffer.drop_user(part)
             self.owner.retire(*[handle for item in part.lists for handle in item.handles])
         if self._query_heap:
             self.owner.retire(self._query_heap)
         for buffer in self._own_buffers:
             buffer.release()
-        for kernel in self._kernels:
-            kernel.drop()
-        self._kernels.clear()
-
-    def choose(self, names: Sequence[str] | None) -> list[Segment]:
-        """Segments by name, in the order of recording. Raises where it cannot be submitted."""
-        if self.broken is not None:
-            raise DeviceError(f"recording {self.label!r} cannot be submitted: {self.broken}")
-        if names is None:
-            return self.parts
-        unknown = sorted(set(names) - set(self.segments))
-        if unknown:
-            raise ValueError(f"recording {self.label!r} has no segments {unknown}, only {list(self.segments)}")
-        return [part for part in self.parts if part.name in names]
 
     def free_list(self, part: Segment) -> CommandList:
         """A list of a segment that is not in flight; waits for one where there are enough of them."""
@@ -198,7 +149,7 @@ class D3D12Recording:
             raise DeviceHungError(
                 f"{self.label!r} was submitted {LISTS_A_SEGMENT} times, and the first run has not ended after "
                 f"{LIST_TIMEOUT_S:.0f} s; the device may be hung",
-                self.core.loss(repr(self.label), HUNG),
+                self.core.hung(repr(self.label)),
             )
         return oldest
 
@@ -207,27 +158,15 @@ class D3D12Recording:
         if self._ticks is None:
             return []
         ticks = struct.unpack(f"<{len(self._stamps)}Q", self._ticks.read())
-        return [(self._stamps[i], ticks[i]) for part in self.parts if part.ran for i in part.queries]
-
-    def _ensure_open(self) -> None:
-        if self._finished:
-            raise DeviceError(f"recording {self.label!r} is finished: make a new one")
-        self.core.ensure_usable()
+        return [(self._stamps[i], ticks[i]) for part in self.parts if part.last_value for i in part.queries]
 
     def _note(self, op: Op) -> None:
-        self._ensure_open()
-        if not self.parts:
-            self.segment("")
-        part = self.parts[-1]
+        part = self._part()
         for item in op.parts:
-            buffer = buffer_of(item)
-            buffer.ensure_alive()
-            if buffer not in part.buffers:
-                part.buffers.add(buffer)
-                buffer.add_user(part)
-        if op.kernel and op.kernel is not self._filler and op.kernel not in self._kernels:
-            op.kernel.retain()
-            self._kernels.append(op.kernel)
+            buffer_of(item).ensure_alive()
+        self._use(op.parts)
+        if op.kernel and op.kernel is not self._filler:
+            self._keep(op.kernel)
         part.ops.append(op)
         if op.parts:
             code = op.kernel.code if op.kernel and op.kernel is not self._filler else None
@@ -235,7 +174,7 @@ class D3D12Recording:
             self._notes.add(label, op.parts, code=code, groups=op.groups, constants=op.constants)
 
     def _make_list(self, part: Segment) -> CommandList:
-        made = CommandList(self.core, f"{self.label}/{part.name}")
+        made = CommandList(self.core, f"{self.label}/{part.name}", self.queue.kind)
         try:
             made.begin()
             Writer(made, self._query_heap, self._ticks, marks=self.core.marks).write(part)
@@ -281,7 +220,8 @@ class Writer:
     def _dispatch(self, op: Op) -> None:
         assert op.kernel
         call = self._list.call
-        self._states.need(*[(buffer_of(item), d3d.D3D12_RESOURCE_STATE_UNORDERED_ACCESS) for item in op.parts])
+        views = op.kernel.views
+        self._states.need(*[(buffer_of(item), VIEW if i in views else UAV) for i, item in enumerate(op.parts)])
         if op.kernel.signature is not self._signature:
             call("SetComputeRootSignature", op.kernel.signature.address)
             self._signature = op.kernel.signature
@@ -293,8 +233,9 @@ class Writer:
             words = (c_uint32 * (len(op.constants) // 4)).from_buffer_copy(op.constants)
             call("SetComputeRoot32BitConstants", 0, len(words), words, 0)
             place = 1
-        for i, item in enumerate(op.parts, place):
-            call("SetComputeRootUnorderedAccessView", i, buffer_of(item).gpu_address + item.offset)
+        for i, item in enumerate(op.parts):
+            method = "SetComputeRootShaderResourceView" if i in views else "SetComputeRootUnorderedAccessView"
+            call(method, place + i, buffer_of(item).gpu_address + item.offset)
         if self._marks:
             self._mark(op.label)
         call("Dispatch", *op.groups)

@@ -13,6 +13,7 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import native
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.com import Caller, FfiCaller, Interface, NativeCaller, failed, hresult_name
+from xinfer.gpu._d3d12.dxc import Dxc, load_dxc
 
 VKD3D = ("libvkd3d-utils.so.1",)
 LIBFFI = ("libffi.so.8", "libffi.so.7")
@@ -28,6 +29,10 @@ class Runtime(Protocol):
     @property
     def windows(self) -> bool:
         """Whether it is Windows' own, with DXGI and a debug layer."""
+
+    @property
+    def dxc(self) -> Dxc | None:
+        """The user's dxcompiler, if there is one."""
 
     @property
     def caller(self) -> Caller:
@@ -54,6 +59,7 @@ class Exports:
 
     def __init__(self, caller: Caller, libraries: dict[str, tuple[str, ...]]) -> None:
         self.caller = caller
+        self.dxc = load_dxc()
         self._addresses: dict[str, int] = {}
         for library, functions in libraries.items():
             loaded = native.load_library((library,))

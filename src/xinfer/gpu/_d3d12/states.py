@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from xinfer.errors import DeviceError
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.core import Handle
 from xinfer.gpu._d3d12.memory import D3D12Buffer
 
 UAV = d3d.D3D12_RESOURCE_STATE_UNORDERED_ACCESS
+VIEW = d3d.D3D12_RESOURCE_STATE_NON_PIXEL_SHADER_RESOURCE
+WRITTEN = (UAV, d3d.D3D12_RESOURCE_STATE_COPY_DEST)
 EVERY_SUBRESOURCE = d3d.D3D12_RESOURCE_BARRIER_ALL_SUBRESOURCES
 
 
@@ -21,8 +24,11 @@ class States:
         self._of: dict[D3D12Buffer, int] = {}
 
     def need(self, *wanted: tuple[D3D12Buffer, int]) -> None:
-        """Have buffers in these states for the next command."""
+        """Have buffers in these states for the next command. Raises DeviceError where one would have to be in two."""
         changes = []
+        if len({buffer for buffer, _ in wanted}) != len(set(wanted)):
+            labels = sorted({buffer.label for buffer, _ in wanted})
+            raise DeviceError(f"one command reads and writes the same buffer of {labels}: use two buffers")
         for buffer, state in wanted:
             before = self._of.get(buffer, state)
             if before != state:
@@ -32,10 +38,11 @@ class States:
 
     def barrier(self) -> None:
         """Everything written before, by shaders or copies, is seen by what follows."""
-        changes = [self._transition(buffer, state, UAV) for buffer, state in self._of.items() if state != UAV]
+        written = [buffer for buffer, state in self._of.items() if state in WRITTEN]
+        changes = [self._transition(buffer, self._of[buffer], UAV) for buffer in written if self._of[buffer] != UAV]
         everything = d3d.D3D12_RESOURCE_UAV_BARRIER(None)
         changes.append(d3d.D3D12_RESOURCE_BARRIER(Type=d3d.D3D12_RESOURCE_BARRIER_TYPE_UAV, UAV=everything))
-        self._of = dict.fromkeys(self._of, UAV)
+        self._of |= dict.fromkeys(written, UAV)
         self._record(changes)
 
     @staticmethod

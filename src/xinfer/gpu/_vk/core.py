@@ -11,7 +11,7 @@ from ctypes import Array, byref, c_float, c_uint32, c_uint64, c_void_p, pointer
 from xinfer.errors import DeviceError, DeviceLostError, Loss
 from xinfer.gpu import native
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._trail import Trail
+from xinfer.gpu._trail import HUNG, Trail
 from xinfer.gpu._vk.adapter import Adapter, QueueFamily
 from xinfer.gpu._vk.features import extensions_for
 from xinfer.gpu.native import chain
@@ -139,6 +139,10 @@ class Core:
             details=self.fault,
             messages=messages.recent() if messages else (),
         )
+
+    def hung(self, work: str) -> Loss:
+        """What can be told where work has not ended in its time."""
+        return self.loss(work, HUNG.name)
 
     def create(
         self, kind: str, info: vk.VkStructure, label: str = "", on_destroy: Callable[[], None] | None = None

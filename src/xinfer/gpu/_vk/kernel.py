@@ -8,6 +8,7 @@ from ctypes import POINTER, byref, c_char, c_uint32, c_uint64, cast
 from xinfer.errors import DeviceError
 from xinfer.gpu import _checks
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._kernel import NativeKernel
 from xinfer.gpu._vk.core import Core, Handle
 from xinfer.gpu._vk.memory import BufferOwner
 from xinfer.gpu.api import KernelCode
@@ -61,19 +62,17 @@ class Layouts:
             return self._pipelines[key]
 
 
-class VulkanKernel:
-    """A compute pipeline; see `api.Kernel`. Recordings keep the native pipeline alive past `release`."""
+class VulkanKernel(NativeKernel):
+    """A VkPipeline."""
+
+    _handle: Handle
 
     def __init__(self, owner: BufferOwner, layouts: Layouts, cache: int, code: KernelCode) -> None:
+        super().__init__(owner, code)
         core = owner.core
         _checks.check_kernel(code, core.adapter.info)
         self._check_spirv(core, code)
-        self.code = code
-        self.owner = owner
         self.layout = layouts.pipeline(code.n_buffers, code.n_constants)
-        self._uses = 1  # its own, and one for each time that a recording binds it
-        self._released = False
-        self._lock = threading.Lock()
         words = (c_char * len(code.spirv)).from_buffer_copy(code.spirv)
         info = vk.VkShaderModuleCreateInfo(codeSize=len(code.spirv), pCode=cast(words, POINTER(c_uint32)))
         module = core.create("VkShaderModule", info, code.id)
@@ -85,28 +84,8 @@ class VulkanKernel:
     @property
     def pipeline(self) -> int:
         """The VkPipeline. Raises DeviceError after release."""
-        if self._released:
-            raise DeviceError(f"kernel {self.code.id!r} is released; it cannot be recorded any more")
+        self.ensure_alive()
         return self._handle.value
-
-    def release(self) -> None:
-        """Give it back; recordings made with it stay valid."""
-        if not self._released:
-            self._released = True
-            self.drop()
-
-    def retain(self) -> None:
-        """A recording uses it."""
-        with self._lock:
-            self._uses += 1
-
-    def drop(self) -> None:
-        """A use of it ended."""
-        with self._lock:
-            self._uses -= 1
-            last = self._uses == 0
-        if last:
-            self.owner.retire(self._handle)
 
     def _create_pipeline(self, core: Core, module: Handle, cache: int) -> Handle:
         code = self.code

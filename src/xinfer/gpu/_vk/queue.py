@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from ctypes import Array, byref, c_uint32, c_uint64, c_void_p
 
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._clock import Clock
 from xinfer.gpu._vk.adapter import QueueFamily
 from xinfer.gpu._vk.core import Core, Handle
 from xinfer.gpu.native import chain
 
-SLICE_NS = 100_000_000  # longest native wait, so that Ctrl-C is heard
 MAX_WAITS = 2
 
 
-class Queue:
+class Queue(Clock):
     """A VkQueue. Values count up from 1; the subclasses tell how far the device has come."""
 
+    core: Core
+
     def __init__(self, core: Core, family: QueueFamily) -> None:
+        super().__init__()
         self.core = core
         self.family = family
-        self.submitted = 0
         self.lock = threading.Lock()
         self._results: list[int] = []
         handle = c_void_p()
@@ -32,21 +33,6 @@ class Queue:
 
     def submit(self, buffers: Array[c_void_p], waits: Sequence[tuple[Queue, int]] = ()) -> int:
         """Queue command buffers, to start after the values of other queues in `waits`; the value that they end with."""
-        raise NotImplementedError
-
-    def completed(self) -> int:
-        """The highest value that has ended."""
-        raise NotImplementedError
-
-    def spin(self, value: int, spin_s: float) -> bool:
-        """Ask until `value` has ended or the time is up, at least once."""
-        deadline = time.perf_counter() + spin_s
-        while self.completed() < value:
-            if time.perf_counter() >= deadline:
-                return False
-        return True
-
-    def _wait_slice(self, value: int, timeout_ns: int) -> bool:
         raise NotImplementedError
 
     def _submit(self, info: vk.VkStructure, fence: int) -> None:
@@ -58,17 +44,6 @@ class Queue:
         if results[0] == 0:
             self.submitted += 1
         self.core.check(results[0], "vkQueueSubmit")
-
-    def wait(self, value: int, timeout_s: float) -> bool:
-        """Block until `value` has ended or the time is up, in slices that let a signal handler run between them."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self.core.ensure_usable()
-            left = int((deadline - time.monotonic()) * 1e9)
-            if self._wait_slice(value, max(0, min(left, SLICE_NS))):
-                return True
-            if left <= 0:
-                return False
 
 
 class TimelineQueue(Queue):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, byref, c_uint64, c_void_p
-from typing import Any
 
-from xinfer.errors import DeviceError
 from xinfer.gpu import _checks
 from xinfer.gpu._bindings import vulkan as vk
+from xinfer.gpu._record import NativeRecording, NativeSegment
 from xinfer.gpu._vk.core import Core, Handle
 from xinfer.gpu._vk.kernel import Layouts, VulkanKernel
-from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, as_slice, buffer_of
+from xinfer.gpu._vk.memory import BufferOwner, as_slice, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu.api import MAX_BUFFERS, Bindable, BufferSlice, Groups, Kernel
 
@@ -19,20 +18,12 @@ SETS_A_POOL = 64
 QUERIES_A_POOL = 128
 
 
-class Segment:
-    """One command buffer of a recording, and what has to be known about it to keep order."""
+class Segment(NativeSegment):
+    """One command buffer of a recording."""
 
     def __init__(self, recording: VulkanRecording, name: str, command_buffer: int | None) -> None:
-        self.recording = recording
-        self.name = name
+        super().__init__(recording, name)
         self.command_buffer = command_buffer
-        self.buffers: set[VulkanBuffer] = set()
-        self.last_value = 0  # of the compute queue, when it was last submitted
-        self.queries: Array[Any] | None = None
-
-    def break_off(self, reason: str) -> None:
-        """A buffer went: the recording must not be submitted again."""
-        self.recording.broken = reason
 
 
 class Queries:
@@ -89,39 +80,26 @@ class Queries:
         ]
 
 
-class VulkanRecording:
-    """See `api.Recording`. Segments end with a barrier, so that one sees what those before it wrote."""
+class VulkanRecording(NativeRecording[Segment]):
+    """Commands in command buffers; see `api.Recording`."""
+
+    owner: BufferOwner
 
     def __init__(self, owner: BufferOwner, layouts: Layouts, queue: Queue, label: str) -> None:
-        self.owner = owner
-        self.core = owner.core
-        self.label = label
-        self.parts: list[Segment] = []
-        self.broken: str | None = "it is not finished"
+        super().__init__(owner, label)
         self.commands: Array[c_void_p] = (c_void_p * 0)()
         self.queries = Queries(self.core, queue, label)
-        self._finished = False
         self._family = queue.family
         self._layouts = layouts
         self._pool = self.core.command_pool(queue.family, label)
         self._set_pools: list[Handle] = []
         self._sets_left = 0
         self._sets: dict[tuple[int, ...], int] = {}
-        self._kernels: list[VulkanKernel] = []
         self._bound: VulkanKernel | None = None
-        self._notes = owner.core.trail.notes(label)
 
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """Names of the segments, in order."""
-        return tuple(part.name for part in self.parts)
-
-    def segment(self, name: str) -> None:
-        """Open the next segment; commands before the first call go to one with the name ""."""
-        self._ensure_open()
-        if name in self.segments:
-            raise ValueError(f"recording {self.label!r} has a segment {name!r} already")
-        self._end_segment()
+    def _open(self, name: str) -> None:
+        if self.parts:
+            self._end_segment()
         command_buffer = self.core.command_buffers(self._pool, 1)[0]
         self.core.begin(command_buffer, vk.VK_COMMAND_BUFFER_USAGE_SIMULTANEOUS_USE_BIT)
         self._bound = None
@@ -140,8 +118,7 @@ class VulkanRecording:
         layout = kernel.layout
         if self._bound is not kernel:
             call.vkCmdBindPipeline(commands, vk.VK_PIPELINE_BIND_POINT_COMPUTE, kernel.pipeline)
-            kernel.retain()
-            self._kernels.append(kernel)
+            self._keep(kernel)
             self._bound = kernel
         sets = (c_uint64 * 1)(self._descriptor_set(slices))
         call.vkCmdBindDescriptorSets(commands, vk.VK_PIPELINE_BIND_POINT_COMPUTE, layout.value, 0, 1, sets, 0, None)
@@ -176,60 +153,22 @@ class VulkanRecording:
         """Note the time at which everything recorded before has ended."""
         self.queries.write(self._open_commands(), label)
 
-    def finish(self) -> None:
-        """Close it. Only a finished recording is submitted."""
-        self._ensure_open()
-        if not self.parts:
-            self.segment("")
+    def _close(self) -> None:
         self._end_segment()
-        self._finished = True
         self.commands = (c_void_p * len(self.parts))(*[part.command_buffer for part in self.parts])
-        if self.broken == "it is not finished":
-            self.broken = None
 
-    def release(self) -> None:
-        """Give it back, after the work in flight that uses it; may be called twice."""
-        if self.broken == "it is released":
-            return
-        self.broken = "it is released"
-        self._finished = True
-        for part in self.parts:
-            for buffer in part.buffers:
-                buffer.drop_user(part)
+    def _give_back(self) -> None:
         self.owner.retire(self._pool, *self._set_pools, *self.queries.pools)
-        for kernel in self._kernels:
-            kernel.drop()
-        self._kernels.clear()
         self._sets.clear()
 
-    def choose(self, names: Sequence[str] | None) -> list[Segment]:
-        """Segments by name, in the order of recording. Raises where it cannot be submitted."""
-        if self.broken is not None:
-            raise DeviceError(f"recording {self.label!r} cannot be submitted: {self.broken}")
-        if names is None:
-            return self.parts
-        unknown = sorted(set(names) - set(self.segments))
-        if unknown:
-            raise ValueError(f"recording {self.label!r} has no segments {unknown}, only {list(self.segments)}")
-        return [part for part in self.parts if part.name in names]
-
-    def _ensure_open(self) -> None:
-        if self._finished:
-            raise DeviceError(f"recording {self.label!r} is finished: make a new one")
-        self.core.ensure_usable()
-
     def _open_commands(self) -> int | None:
-        self._ensure_open()
-        if not self.parts:
-            self.segment("")
-        return self.parts[-1].command_buffer
+        return self._part().command_buffer
 
     def _end_segment(self) -> None:
-        if self.parts:
-            commands = self.parts[-1].command_buffer
-            self.core.barrier(commands, self._family, host=True)
-            self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
-            self.queries.end_segment()
+        commands = self.parts[-1].command_buffer
+        self.core.barrier(commands, self._family, host=True)
+        self.core.check(self.core.vk.vkEndCommandBuffer(commands), "vkEndCommandBuffer")
+        self.queries.end_segment()
 
     def _note(self, label: str, slices: Sequence[BufferSlice], **details: object) -> None:
         """A command has been recorded: which buffers it uses, and what it is."""
@@ -238,11 +177,7 @@ class VulkanRecording:
         if self.core.trail.each_op:
             self.core.barrier(part.command_buffer, self._family, host=True)
             self._mark(part.command_buffer, self._notes.marker())
-        for item in slices:
-            buffer = buffer_of(item)
-            if buffer not in part.buffers:
-                part.buffers.add(buffer)
-                buffer.add_user(part)
+        self._use(slices)
 
     def _mark(self, commands: int | None, marker: bytes) -> None:
         """Let the device write a marker once it comes here; a barrier stands before it, and none is needed behind."""
