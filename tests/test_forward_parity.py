@@ -41,6 +41,8 @@ CASES = (
     *("tied", "untied", "gqa", "mha", "mqa", "f16", "bf16", "one_layer", "deep", "sharded", "bf16_sharded", "yarn"),
     *("sliding", "sliding_all", "layer_types", "large_k_bias", "wide_heads", "narrow_heads", "odd_sizes"),
 )
+HALF_LIMIT = 2e-3  # relative L2 error of the logits where activations are f16
+MATRIX_CORES = "coop_matrix.f16.f32.16x16x16"
 LIMIT = 1e-4
 N_TOKENS = 70  # more than two blocks of the cache, and than a tile of any kernel
 
@@ -72,12 +74,14 @@ def _silent(device: Device) -> Iterator[None]:
 
 
 @contextmanager
-def both(folder: Path, device: Device, *, kv_dtype: KVType = "f32") -> Iterator[tuple[QwenModel, ReferenceModel]]:
+def both(
+    folder: Path, device: Device, *, kv_dtype: KVType = "f32", exact: bool = True
+) -> Iterator[tuple[QwenModel, ReferenceModel]]:
     """A checkpoint on the GPU, and the reference on weights rounded as the GPU rounds them."""
     with ModelWeights.open(folder) as weights:
         round_to: RoundTo | None = "float16" if "float32" in weights.bytes_by_dtype() else None
         oracle = ReferenceModel(weights, keep=True, round_to=round_to)
-        with QwenModel.load(weights, device, kv_dtype=kv_dtype) as model:
+        with QwenModel.load(weights, device, kv_dtype=kv_dtype, exact=exact) as model:
             yield model, oracle
 
 
@@ -234,6 +238,19 @@ def test_f16_cache_with_biases_as_large_as_trained_ones(device: Device, checkpoi
         check("K bias 700, f32 cache", model.forward(ids), expected, LIMIT)
     with both(folder, device, kv_dtype="f16") as (model, oracle):
         check("K bias 700, f16 cache", model.forward(ids), expected, limit)
+
+
+@pytest.mark.parametrize("case", ["gqa", "deep", "wide_heads", "large_k_bias"])
+@pytest.mark.usefixtures("one_chunk")
+def test_activations_of_11_bits_keep_their_limit(device: Device, checkpoint: CheckpointFactory, case: str) -> None:
+    """What prompts are read with on matrix cores unless exactness is asked for; elsewhere nothing changes."""
+    with both(checkpoint(case), device, kv_dtype="f16", exact=False) as (model, oracle):
+        ids = random_ids(oracle, N_TOKENS)
+        found, limit = model.forward(ids), f16_cache_limit(oracle, ids)
+        check(f"{case}, activations of 11 bits", found, oracle.forward(ids), limit + HALF_LIMIT)
+    if MATRIX_CORES not in device.info.features:
+        with both(checkpoint(case), device, kv_dtype="f16") as (model, _):
+            assert np.array_equal(model.forward(ids), found)
 
 
 # --- layers that do not fit -----------------------------------------------------------------------------------------

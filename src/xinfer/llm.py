@@ -168,6 +168,8 @@ class LLM:
             a model that does not fit, "streaming" streams at least a layer.
         vram_budget: bytes of a GPU's memory that may be taken; None: what is free.
         progress: called with (stage, done, total) while loading and reading long prompts.
+        exact: read prompts in float32's accuracy on matrix cores, too, with activations of 22 bits; else they have 11,
+            as f16 has, which is faster. Without matrix cores, and for single tokens, they are float32 in either case.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
 
@@ -185,6 +187,7 @@ class LLM:
         mode: Mode = "auto",
         vram_budget: int | None = None,
         progress: Progress | None = None,
+        exact: bool = False,
         canary: bool = False,
     ) -> None:
         started = time.perf_counter()
@@ -196,6 +199,7 @@ class LLM:
         )  # (vocab_size,) bool
         folder = self.checkpoint.folder
         memory: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "mode": mode, "vram_budget": vram_budget}
+        memory["exact"] = exact
 
         def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
             selector = device if before is None else f"{before.api}:{before.index}"
@@ -403,6 +407,7 @@ def load_model(
     kv_cache: KVType = "f16",
     mode: Mode = "auto",
     vram_budget: int | None = None,
+    exact: bool = False,
     progress: Progress | None = None,
     mark_ops: bool = False,
 ) -> LoadedModel:
@@ -431,7 +436,12 @@ def load_model(
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
             memory: dict[str, Any] = {"kv_dtype": kv_cache, "mode": mode, "vram_budget": vram_budget}
-            options: dict[str, Any] = {"context": context, "quarantine": variants, "progress": loaded}
+            options: dict[str, Any] = {
+                "context": context,
+                "exact": exact,
+                "quarantine": variants,
+                "progress": loaded,
+            }
             model = QwenModel.load(weights, opened, **memory, **options)
         return LoadedModel(model, opened)
     except BaseException:

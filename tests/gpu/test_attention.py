@@ -7,19 +7,29 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.gpu.emulated import emulate
 from tests.gpu.op_bench import DTYPES, UNIT, Array, Bench, Output, assert_close, cache_array
 
 from xinfer import ops
 from xinfer.model import reference
-from xinfer.ops._attention import attention_candidates, is_tiled
+from xinfer.ops._attention import attention_candidates, is_coop, is_tiled
 from xinfer.shaders.catalog import ATTENTION_SPLITS_MAX, ATTENTION_TILED_SPLITS_MAX, Variant, variants
 
 VARIANTS = [v for v in variants().values() if v.op == "attention" and ".combine" not in v.id]
-PREFILL = [v for v in VARIANTS if v.source == "attention_prefill.hlsl"]
+PREFILL = [v for v in VARIANTS if v.source in ("attention_prefill.hlsl", "attention_coop.slang")]
+HALF_WEIGHTS = [v.id for v in VARIANTS if is_coop(v) and not v.define("SPLIT")]  # weights are f16 numbers
 CacheFormat = Literal["f32", "f16"]
 
 
 TURNING = [v for v in VARIANTS if "_turn" in v.id]  # they take q, k and v as the projections made them
+
+
+@pytest.fixture(autouse=True)
+def fragments(request: pytest.FixtureRequest, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for matrix cores run on every device, in plain code where there are none."""
+    variant = getattr(request.node, "callspec", None) and request.node.callspec.params.get("variant")
+    if variant and is_coop(variant) and not bench.kernels.usable(variant.id):
+        emulate(bench, variant, monkeypatch)
 
 
 def format_of(variant: Variant) -> CacheFormat:
@@ -97,7 +107,7 @@ class Case:
                 hidden[block, :, seen:] = np.nan
         return hidden
 
-    def expected(self, window: int | None) -> tuple[Array, Array]:
+    def expected(self, window: int | None, *, half_weights: bool = False) -> tuple[Array, Array]:
         """The reference's result, and the tolerance."""
         result, tolerance = np.zeros_like(self.q), np.zeros_like(self.q)
         for row, (sequence, position) in enumerate(self.places):
@@ -106,17 +116,23 @@ class Case:
             k, v = (cache_array(part, self.table, sequence, position + 1) for part in (self.k, self.v))
             q = self.q[row].reshape(1, self.heads[0], self.head_dim)
             result[row] = reference.attention(q, k, v, q_start=position, window=window)[0]
-            tolerance[row] = self._tolerance(q, k, v, position, window)
+            tolerance[row] = self._tolerance(q, k, v, position, window, half_weights=half_weights)
         return result, tolerance
 
-    def _tolerance(self, q: Array, k: Array, v: Array, position: int, window: int | None) -> Array:
-        """A score is a sum of head_dim products; its error and exp's (3 + 2 |x| units: Vulkan) scale the weights."""
+    def _tolerance(
+        self, q: Array, k: Array, v: Array, position: int, window: int | None, *, half_weights: bool
+    ) -> Array:
+        """A score is a sum of head_dim products; its error and exp's (3 + 2 |x| units: Vulkan) scale the weights.
+
+        A weight that is one f16 number, 1 at most, is off by half a unit of 11 bits, or by 2^-25 where it is small.
+        """
         group = self.heads[0] // self.heads[1]
         keys = np.repeat(k, group, axis=1)
         scores = np.abs(q[0] * keys).sum(-1).max() * self.head_dim**-0.5
         relative = 2 * UNIT * ((np.sqrt(self.head_dim) + 8) * scores + 8 + 4 * scores + np.sqrt(position + 1))
         mixed = reference.attention(q, k, np.abs(v), q_start=position, window=window)[0]
-        return np.asarray(2 * relative * mixed, np.float32)
+        rounded = 2.0**-11 * mixed + 2.0**-25 * np.abs(v).sum(0).repeat(group, axis=0).reshape(mixed.shape)
+        return np.asarray(2 * relative * mixed + half_weights * rounded, np.float32)
 
 
 def run(
@@ -183,7 +199,8 @@ def check_appended(bench: Bench, case: Case, cache: ops.CacheBlocks) -> None:
 def check(
     bench: Bench, case: Case, *, variant: str | None = None, window: int | None = None, n_splits: int | None = None
 ) -> None:
-    assert_close(run(bench, case, variant=variant, window=window, n_splits=n_splits), *case.expected(window))
+    wanted = case.expected(window, half_weights=variant in HALF_WEIGHTS)
+    assert_close(run(bench, case, variant=variant, window=window, n_splits=n_splits), *wanted)
 
 
 def first_choice(bench: Bench, case: Case) -> str:
@@ -299,7 +316,7 @@ def test_odd_head_dims_take_the_plain_variant(bench: Bench, cache_format: CacheF
 
 @pytest.mark.parametrize("head_dim", [160, 256])
 def test_large_heads(bench: Bench, head_dim: int) -> None:
-    for variant in (v for v in VARIANTS if takes(v, head_dim)):
+    for variant in (v for v in VARIANTS if takes(v, head_dim) and bench.kernels.usable(v.id)):
         case = Case([(0, 70)], heads=(2, 1), head_dim=head_dim, cache_format=format_of(variant))
         check(bench, case, variant=variant.id)
 

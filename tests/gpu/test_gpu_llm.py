@@ -94,7 +94,10 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
     """With a float32 cache, as the limits of the parity tests are."""
     checkpoint = Checkpoint(demo_folder())
     ids, n_valid = checkpoint.encode("ROMEO."), checkpoint.tokenizer.size
-    with ModelWeights.open(checkpoint.folder) as weights, QwenModel.load(weights, device, kv_dtype="f32") as model:
+    with (
+        ModelWeights.open(checkpoint.folder) as weights,
+        QwenModel.load(weights, device, kv_dtype="f32", exact=True) as model,
+    ):
         cache = model.make_cache(400)
         model.extend(ids[:-1], cache) if len(ids) > 1 else None
         chosen = list(model.greedy(ids[-1], cache, limit=200, n_valid=n_valid))
@@ -105,7 +108,7 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
 def test_with_a_float32_cache_the_gpu_writes_what_the_cpu_writes(shared_device: Device) -> None:
     """200 greedy tokens, text to text, behind a prompt with a near-tie that an f16 cache decides otherwise."""
     with (
-        LLM(demo_folder(), device=selector(shared_device), kv_cache="f32") as found,
+        LLM(demo_folder(), device=selector(shared_device), kv_cache="f32", exact=True) as found,
         LLM(demo_folder(), device="cpu") as expected,
     ):
         texts = [llm.generate("To be, or not to be", max_tokens=200, **GREEDY).text for llm in (found, expected)]

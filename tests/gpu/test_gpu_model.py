@@ -60,7 +60,7 @@ STAGING = {
 
 @contextmanager
 def on(device: Device, folder: Path, **options: Any) -> Iterator[QwenModel]:
-    options = {"kv_dtype": "f32", **options}
+    options = {"kv_dtype": "f32", "exact": True, **options}
     with ModelWeights.open(folder) as weights, QwenModel.load(weights, device, **options) as model:
         yield model
 

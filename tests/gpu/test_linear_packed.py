@@ -1,41 +1,36 @@
-"""pack_rows and the matrix-core GEMM: on devices that have matrix cores, and everywhere with emulated fragments.
-
-The emulated form is the same source with the fragments replaced by plain code: it tests staging, the walk over tiles
-and fragments, scales, bias, residual and edges.
-"""
+"""pack_rows and the matrix-core GEMM: on devices that have matrix cores, elsewhere with emulated fragments."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
+from tests.gpu.emulated import emulate
 from tests.gpu.op_bench import Array, Bench, assert_close, random_weights, sum_tolerance
 
-import build_shaders
 from xinfer import ops
-from xinfer.gpu.api import KernelCode
 from xinfer.model import reference
 from xinfer.shaders.catalog import Variant, variants
 
 COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
-# Both tile sizes, both forms, both formats; the largest needs more groupshared memory than lavapipe has.
+# Both tile sizes, both forms, both formats.
 EMULATED = ("f16.coop64.split", "f16.coop128.half", "bf16.coop64.half")
 SHAPES = [(9, 1, 8), (64, 128, 32), (65, 129, 40), (130, 257, 264)]
 
 
-def unpacked(bench: Bench, packed: ops.PackedRows) -> tuple[Array, Array, Array]:
-    """Scales (padded,), high and low halves (padded, columns) of packed rows."""
+def unpacked(bench: Bench, packed: ops.PackedRows) -> tuple[Array, Array]:
+    """Scales (padded,) and halves (2 or 1, padded, columns) of packed rows."""
     scales = np.frombuffer(bench.device.download(packed.scales), np.float32)
     halves = np.frombuffer(bench.device.download(packed.halves), np.float16).astype(np.float32)
-    high, low = halves.reshape(2, packed.padded, -1)
-    return scales, high, low
+    return scales, halves.reshape(2 if packed.exact else 1, packed.padded, -1)
 
 
-def pack(bench: Bench, x: Array, *, variant: str | None = None) -> ops.PackedRows:
+def pack(bench: Bench, x: Array, *, exact: bool = True, variant: str | None = None) -> ops.PackedRows:
     n, width = x.shape
-    out = bench.out(ops.packed_bytes(n, width) // 4)
-    packed = ops.PackedRows(out.place, n, width)
+    out = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
+    packed = ops.PackedRows(out.place, n, width, exact)
     bench.run(ops.pack_rows, bench.put_rows(x, stride=width + 3, offset=1), packed, label="pack", variant=variant)
     out.read()  # its guard bands
     return packed
@@ -50,7 +45,10 @@ def test_pack_rows(bench: Bench, variant: str, n: int, width: int) -> None:
     x = rng.standard_normal((n, width), np.float32) * np.exp(rng.uniform(-40, 40, (n, 1))).astype(np.float32)
     x[0, 0] = 3e38 if n > 1 else x[0, 0]
     packed = pack(bench, x, variant=variant)
-    scales, high, low = unpacked(bench, packed)
+    scales, (high, low) = unpacked(bench, packed)
+    one_scales, (one,) = unpacked(bench, pack(bench, x, exact=False, variant=variant))
+    assert np.array_equal(one, high)
+    assert np.array_equal(one_scales, scales)
     assert (np.frexp(scales)[0] == 0.5).all(), "scales are powers of two"
     largest = np.abs(x).max(axis=1) / scales[:n]
     assert ((largest >= 2048) & (largest < 4096)).all()
@@ -66,26 +64,61 @@ def test_rows_of_zeros_and_the_smallest_numbers(bench: Bench) -> None:
     if bench.device.info.api == "d3d12":
         pytest.skip("Direct3D 12 makes subnormal numbers 0, and has no use for packed rows: no matrix cores")
     x = np.array([[0, 0], [1e-38, -1e-38], [2.0**-126, 0]], np.float32)
-    scales, high, low = unpacked(bench, pack(bench, x))
+    scales, (high, low) = unpacked(bench, pack(bench, x))
     assert np.isfinite(scales).all()
     assert_close((high + low)[:3, :2] * scales[:3, None], x, 1e-42)
 
 
-def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1) -> None:
-    """One product with bias and residual, against the reference."""
+@pytest.mark.parametrize("form", ["plain", "wave"])
+@pytest.mark.parametrize(("n", "width"), [(1, 8), (3, 64), (129, 72), (2, 4104)])
+@pytest.mark.parametrize("exact", [True, False])
+def test_packing_with_the_op_before(bench: Bench, form: str, n: int, width: int, exact: bool) -> None:
+    """rms_norm, and silu(gate) * up, packed without a stop in between, from rows with gaps."""
+    if not bench.kernels.usable(f"pack_rows.norm.{form}"):
+        pytest.skip(f"{bench.device.info.name} has no such subgroup operations")
+    rng = np.random.default_rng(width)
+    x, up = (rng.standard_normal((n, width), np.float32) for _ in range(2))
+    x[0] *= np.float32(1e-4)  # where eps matters
+    weight = rng.standard_normal(width, np.float32)
+    both = bench.put_rows(np.concatenate([x, up], axis=1), stride=2 * width + 4, offset=8)
+    mine, other = both.columns(0, width), both.columns(width, width)
+    fused: list[tuple[str, dict[str, Any], Array]] = [
+        ("norm", {"norm": (bench.put(weight), 1e-6)}, reference.rms_norm(x, weight, eps=1e-6)),
+        ("swiglu", {"up": other}, reference.swiglu(x, up)),
+    ]
+    for name, given, expected in fused:
+        out = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
+        packed = ops.PackedRows(out.place, n, width, exact)
+        variant = f"pack_rows.{name}.{form}"
+        bench.run(ops.pack_rows, mine, packed, **given, label="pack", variant=variant)
+        out.read()  # its guard bands
+        scales, halves = unpacked(bench, packed)
+        whole = halves.sum(axis=0)
+        step = (2.0**-11 if exact else 1.0) * scales[:n, None]
+        tolerance = np.asarray(step + 1e-5 * np.abs(expected) + 1e-30, np.float32)
+        assert_close(whole[:n, :width] * scales[:n, None], expected, tolerance)
+        largest = np.abs(whole[:n]).max(axis=1)
+        assert ((largest >= 2047) & (largest <= 4096)).all()
+        assert (halves[:, n:] == 0).all()
+        assert (halves[:, :, width:] == 0).all()
+
+
+def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1, n_parts: int = 1) -> None:
+    """One product with bias and residual, against the reference; its sums in parts where there are several."""
     n, rows, columns = shape
     weight_format: ops.Format = "bf16" if ".bf16." in variant.id else "f16"
     rng = np.random.default_rng(shape)
     x = rng.standard_normal((n, columns), np.float32) * np.float32(1e5)  # beyond f16
     w = random_weights(rng, (rows, columns), weight_format)
     bias, before = rng.standard_normal(rows, np.float32), rng.standard_normal((n, rows), np.float32)
-    packed, out = pack(bench, x), bench.out(n, rows + 3, fill=np.pad(before, ((0, 0), (3, 0))))
     exact = bool(variant.define("SPLIT"))
+    packed, out = pack(bench, x, exact=exact), bench.out(n, rows + 3, fill=np.pad(before, ((0, 0), (3, 0))))
     bench.run(
         *(ops.linear_packed, packed, bench.put_matrix(w, weight_format, slices=slices), out.rows().columns(3, rows)),
         bias=bench.put(bias),
         accumulate=True,
-        exact=exact,
+        scratch=bench.out(n_parts, n, rows).place if n_parts > 1 else None,
+        n_parts=n_parts,
         label="y",
         variant=variant.id,
     )
@@ -100,33 +133,19 @@ def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, sli
     assert (found[:, :3] == 0).all()
 
 
-def emulated(bench: Bench, variant: Variant) -> Variant:
-    """The variant with plain code for fragments, made known to the bench's kernels under its id."""
-    if bench.device.info.api != "vulkan":
-        pytest.skip("matrix cores are reached through Slang, which makes SPIR-V only")
-    defines = tuple((name, {"EMULATE": 1, "WAVE": 0}.get(name, value)) for name, value in variant.defines)
-    plain = dataclasses.replace(variant, defines=defines)
-    if variant.id not in bench.kernels._kernels:
-        code = KernelCode(
-            id=variant.id,
-            spirv=build_shaders.compile_variant(plain),
-            n_buffers=plain.n_buffers,
-            n_constants=plain.n_constants,
-            workgroup=plain.workgroup,
-        )
-        bench.kernels._kernels[variant.id] = bench.device.create_kernel(code)
-    return plain
-
-
 @pytest.mark.parametrize("name", EMULATED)
-def test_emulated(bench: Bench, name: str) -> None:
+def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = variants()[f"linear_gemm.{name}"]
+    if bench.kernels.usable(variant.id):
+        pytest.skip("it has the real ones")
     with ops.KernelSet(bench.device) as kernels:
         own = dataclasses.replace(bench, kernels=kernels)
-        emulated(own, variant)
+        emulate(own, variant, monkeypatch)
         for shape in SHAPES:
             multiply(own, variant, shape)
         multiply(own, variant, (70, 200, 64), slices=3)
+        for n_parts in (2, 3, 4):  # of 5 tiles of columns
+            multiply(own, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
         own.release()
 
 
@@ -137,6 +156,15 @@ def test_on_matrix_cores(bench: Bench, variant: Variant) -> None:
     for shape in (*SHAPES, (512, 896, 4864)):
         multiply(bench, variant, shape)
     multiply(bench, variant, (70, 200, 64), slices=3)
+    for n_parts in (2, 3, 4):
+        multiply(bench, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
+
+
+def test_parts_of_sums_are_taken_where_tiles_are_few() -> None:
+    """The down projection of 512 rows of a 7B, and what a whole prompt's takes."""
+    assert ops.parts_bytes(512, 3584, 18_944) == 4 * 3 * 512 * 3584
+    assert ops.parts_bytes(1, 3584, 3584) == 4 * 4 * 3584
+    assert ops.parts_bytes(4096, 37_888, 896) == 4 * 4096 * 37_888  # never in parts
 
 
 def test_can_pack_asks_the_device(bench: Bench) -> None:

@@ -7,6 +7,7 @@ variant to fall back on.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -151,6 +152,23 @@ def test_fault_is_found_and_avoided(
     assert generate(copy, model, warned=fault.variant) == right_tokens
     verified = copy.report("verify", str(model), *CHECK, status=0)
     assert verified["quarantine"] == [fault.variant]
+
+
+def test_a_fault_that_only_a_grown_cache_would_show_is_found(
+    healthy: Copy, tmp_path: Path, checkpoint: CheckpointFactory
+) -> None:
+    """Behind thousands of keys another kernel of attention is used; verify comes to it with a small cache."""
+    model = checkpoint(dataclasses.replace(SPEC, max_position_embeddings=16_384))
+    check = ("--device", "vulkan", "--tokens", "1", "--longest", "17")
+    report = healthy.report("verify", str(model), *check, status=0)
+    case = f"{STEP}, full context of 16,384"
+    fault = Fault("RoPE turns the other way", case, "attn", TURNED, TURNED.replace("- b", "+ b")).on(report)
+    short = {name for entry in report["errors"]["by_case"][:-1] for name in entry["variants"]["attn"]}
+    assert fault.variant not in short
+    copy = Copy(copy_with(fault, tmp_path), tmp_path / "quarantine.json")
+    first = copy.report("verify", str(model), *check, status=1)["first"]
+    assert (first["case"], first["op"], first["layer"]) == (case, "attn", 0)
+    assert first["variants"] == [fault.variant]
 
 
 def test_doctor_blames_no_other_variant_of_the_op(tmp_path: Path, right_report: dict[str, Any]) -> None:

@@ -427,6 +427,14 @@ def test_the_canary_outlives_a_cache_that_grows(folder: Path, monkeypatch: pytes
         assert len(plan.devices) == 1
 
 
+@pytest.mark.parametrize("context", [2, 3, 31, 32, 33])
+def test_the_canary_fits_into_any_context(folder: Path, monkeypatch: pytest.MonkeyPatch, context: int) -> None:
+    """It fills a block of the cache, which may be longer than the context: turned by positions that no token has."""
+    with planned(monkeypatch) as plan, LLM(folder, device="vulkan", canary=True, context=context) as llm:
+        llm.generate([5], max_tokens=1, seed=1)
+        assert len(plan.devices) == 1
+
+
 # --- a process that is killed -----------------------------------------------------------------------------------------
 
 CHILD = """

@@ -32,6 +32,7 @@ CAPABILITIES = {
     "subgroup_arithmetic": {GROUP_NON_UNIFORM, GROUP_ARITHMETIC},
     "coop_matrix": {6022, GROUP_NON_UNIFORM},  # CooperativeMatrixKHR
     "memory_model": {5345, 5346},  # VulkanMemoryModel, and its device scope
+    "subgroup_shuffle": {65},
     "float16": {9},
 }
 # Guaranteed by every Vulkan device.
@@ -133,6 +134,8 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             trips = linear.gemv_trips(variant.id, columns=INTERMEDIATE)
         case "linear_gemm" if variant.source.endswith(".slang"):
             trips = packed.packed_trips(columns=INTERMEDIATE)
+        case "sum_parts":
+            trips = packed.MOST_PARTS
         case "pack_rows":
             trips = packed.pack_trips(variant.id, width=INTERMEDIATE)
         case "linear_gemm":

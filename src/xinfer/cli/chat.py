@@ -33,6 +33,7 @@ def chat(
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
     vram_budget: options.VramBudget = None,
+    exact: options.Exact = False,
     canary: options.Canary = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.", show_default=False)
@@ -63,7 +64,8 @@ def chat(
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
-    with load(model, device, context, kv_cache, vram_budget=vram_budget, quiet=quiet, canary=canary) as llm:
+    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary}
+    with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:
             talk.converse()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ def generate(
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
     vram_budget: options.VramBudget = None,
+    exact: options.Exact = False,
     canary: options.Canary = False,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: options.Temperature = None,
@@ -56,5 +57,6 @@ def generate(
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
     values = options.sampling_values(ctx)
-    with load(model, device, context, kv_cache, vram_budget=vram_budget, quiet=quiet, canary=canary) as llm:
+    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary}
+    with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
         print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

@@ -21,6 +21,7 @@ def logits(
     model: options.Model = "demo",
     device: options.Device = "auto",
     kv_cache: options.KVCache = "f16",
+    exact: options.Exact = False,
 ) -> None:
     """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer."""
     import numpy as np
@@ -35,7 +36,7 @@ def logits(
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
     if not out.parent.is_dir() or out.is_dir():
         raise RequestError(f"--out {out} is a folder, or lies in none; expected a file name in a folder that exists")
-    given: dict[str, Any] = {"device": device, "kv_cache": kv_cache}
+    given: dict[str, Any] = {"device": device, "kv_cache": kv_cache, "exact": exact}
     with progress_bars() as progress, load_model(resolve(model), **given, progress=progress) as loaded:
         warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
         limit = loaded.model.config.max_context

@@ -22,6 +22,10 @@ Device = Annotated[
 Context = Annotated[
     int | None, typer.Option(min=2, metavar="N", help="Most tokens, prompt and answer.", show_default="the model's")
 ]
+Exact = Annotated[
+    bool,
+    typer.Option("--exact", metavar="", help="Read prompts in float32's accuracy on matrix cores too: slower."),
+]
 Canary = Annotated[
     bool,
     typer.Option(

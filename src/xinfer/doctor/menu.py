@@ -20,7 +20,7 @@ from xinfer.trials.bench import DTYPES
 from xinfer.trials.cache import AppendTrial, CacheFormat
 from xinfer.trials.choice import ArgmaxTrial
 from xinfer.trials.judge import Array
-from xinfer.trials.linear import LinearTrial, PackTrial
+from xinfer.trials.linear import LinearTrial, PackTrial, SumTrial
 from xinfer.trials.rows import AddTrial, EmbedTrial, NormTrial, RopeTrial, SwigluTrial
 
 EPS = 1e-6
@@ -176,11 +176,27 @@ def _matrices(scale: Scale, *, norm: bool, gated: bool, whole: bool) -> Iterator
 
 
 def _pack_rows(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
+    source = variant.define("SOURCE")
+    for number, width in enumerate(
+        (40 if source else 37, *(n for model in MODELS for n in (model.hidden, model.inner)))
+    ):
+        n, exact = min(scale.queries, 130), number % 2 == 0
+        x = _normal(rng, n, width)
+        if source == 0:
+            yield PackTrial(x=x * np.exp(rng.uniform(-20, 20, (n, 1))).astype(np.float32), exact=exact)
+        elif source == 1:
+            x[::2] *= np.float32(1e-3)  # where eps matters
+            yield PackTrial(x=x, exact=exact, norm=(_normal(rng, width), EPS))
+        else:
+            yield PackTrial(x=5 * x, exact=exact, up=_normal(rng, n, width))
+
+
+def _sum_parts(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
     del variant
-    for width in (37, *(size for model in MODELS for size in (model.hidden, model.inner))):
-        n = min(scale.queries, 130)
-        sizes = np.exp(rng.uniform(-20, 20, (n, 1))).astype(np.float32)
-        yield PackTrial(x=_normal(rng, n, width) * sizes)
+    for n, width in ((2, 37), *((n, model.hidden) for model in MODELS for n in (2, 4))):
+        rows = min(scale.queries, 130)
+        parts = _normal(rng, n * rows, width).reshape(n, rows, width)
+        yield SumTrial(parts=parts, bias=_normal(rng, width), before=_normal(rng, rows, width) if n == 4 else None)
 
 
 def _attention(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
@@ -228,6 +244,7 @@ _FAMILIES: dict[str, Callable[[Variant, Scale, np.random.Generator], Iterator[Tr
     "linear_gemv": _linear,
     "linear_gemm": _linear,
     "pack_rows": _pack_rows,
+    "sum_parts": _sum_parts,
     "attention": _attention,
     "argmax": _argmax,
 }

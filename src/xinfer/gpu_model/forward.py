@@ -33,6 +33,9 @@ class Workspace:
                 self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
             size = _packed_bytes(config, n_rows)
             self._buffers["packed"] = self.packed = device.create_buffer(size, "device", f"{label} packed rows")
+            self._buffers["parts"] = self.parts = device.create_buffer(
+                _parts_bytes(config, n_rows), "device", f"{label} parts of sums"
+            )
             size = ops.STATE_BYTES * n_rows
             self._buffers["state"] = self.state = device.create_buffer(size, "device", f"{label} state")
             self._buffers["staging"] = self.staging = device.create_buffer(size, "upload", f"{label} rows")
@@ -69,12 +72,22 @@ def widths(config: Qwen2Config) -> dict[str, int]:
 
 def workspace_bytes(config: Qwen2Config, n_rows: int) -> int:
     """Device memory of a workspace."""
-    return n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES) + _packed_bytes(config, n_rows)
+    rows = n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES)
+    return rows + _packed_bytes(config, n_rows) + _parts_bytes(config, n_rows)
 
 
 def _packed_bytes(config: Qwen2Config, n_rows: int) -> int:
     """What the widest activations take when they are packed for matrix cores; a single row never is."""
     return 4 if n_rows == 1 else ops.packed_bytes(n_rows, max(widths(config).values()))
+
+
+def _parts_bytes(config: Qwen2Config, n_rows: int) -> int:
+    """What sums take that are divided, in the products of qkv, o and down."""
+    if n_rows == 1:
+        return 4
+    hidden, inner = config.hidden_size, config.intermediate_size
+    shapes = ((widths(config)["qkv"], hidden), (hidden, config.q_size), (hidden, inner))
+    return max(4, *(ops.parts_bytes(n_rows, rows, columns) for rows, columns in shapes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +111,7 @@ class Network:
     scratch: Buffer  # of attention: counters of splits that are done, zero between steps, and partial results
     max_keys: int  # of one sequence
     tuning: Tuning
+    exact: bool  # matrix cores multiply activations as two f16 numbers, not as one
 
     def cache(self, i: int) -> CacheBlocks:
         """The blocks of layer i."""
@@ -138,7 +152,7 @@ class Pass:
         self.attn = space.rows("attn", n)  # (n, q_size)
         self.gate, self.up = space.rows("gate", n), space.rows("up", n)  # (n, intermediate)
         self.state = space.states(n)[1]
-        self._packed = space.packed
+        self._packed, self._parts = space.packed, space.parts
         self._tuning = network.tuning if n == 1 and not self.tapped else Tuning()
         self._plan = ops.plan_attention(
             self.on,
@@ -147,6 +161,7 @@ class Pass:
             n_rows=n,
             max_keys=network.max_keys,
             turn=n == 1 and not self.tapped,
+            exact=network.exact,
             variant=self._tuned("attn"),
             n_splits=self._tuning.n_splits,
         )
@@ -189,9 +204,8 @@ class Pass:
             variant = self._tuned("logits")
             ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits", variant=variant)
         else:
-            ops.rms_norm(self.on, x, weights.norm, h, eps=eps, label="norm")
-            self.done("norm", ("norm", h))
-            self._product(self._operand(h, weights.head, "head"), weights.head, logits, label="logits")
+            operand = self._normed(x, weights.norm, h, weights.head, "norm", "head")
+            self._product(operand, weights.head, logits, label="logits")
         self.done("logits", ("logits", logits))
 
     def _project(self, i: int, w: DeviceLayer) -> None:
@@ -201,9 +215,8 @@ class Pass:
             options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned("qkv")}
             ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
         else:
-            ops.rms_norm(self.on, self.x, w.input_ln, self.h, eps=eps, label=f"{name}.input_ln")
-            self.done(f"{name}.input_ln", (f"{name}.input_ln", self.h))
-            self._product(self._operand(self.h, w.qkv, name), w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
+            operand = self._normed(self.x, w.input_ln, self.h, w.qkv, f"{name}.input_ln", name)
+            self._product(operand, w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
         q, k, v = self._heads()
         self.done(f"{name}.qkv", (f"{name}.q", q), (f"{name}.k", k), (f"{name}.v", v))
 
@@ -241,7 +254,8 @@ class Pass:
         else:
             ops.attention(self.on, self._plan, self.state, q, cache, self.attn, **options)
         self.done(f"{name}.attn", (f"{name}.attn", self.attn))
-        self._add_product(self.attn, w.o, f"{name}.o", f"{name}.attn_residual")
+        total = f"{name}.attn_residual"
+        self._add_product(self._operand(self.attn, w.o, total), w.o, f"{name}.o", total)
 
     def _mlp(self, i: int, w: DeviceLayer) -> None:
         """Add down(silu(gate) * up) to x."""
@@ -250,19 +264,22 @@ class Pass:
             norm, variant = (w.post_ln, eps), self._tuned("gate_up")
             ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up", variant=variant)
         else:
-            ops.rms_norm(self.on, self.x, w.post_ln, self.h, eps=eps, label=f"{name}.post_ln")
-            self.done(f"{name}.post_ln", (f"{name}.post_ln", self.h))
-            h = self._operand(self.h, w.gate, name)
+            h = self._normed(self.x, w.post_ln, self.h, w.gate, f"{name}.post_ln", name)
             self._product(h, w.gate, self.gate, label=f"{name}.gate")
             self._product(h, w.up, self.up, label=f"{name}.up")
             self.done(f"{name}.gate_up", (f"{name}.gate", self.gate), (f"{name}.up", self.up))
+            if self._packs(w.down, self.gate.n) and ops.can_pack_fused(self.on, self.gate, self.up):
+                packed = self._packed_rows(self.gate)
+                ops.pack_rows(self.on, self.gate, packed, up=self.up, label=f"{name}.swiglu_pack")
+                self.done(f"{name}.swiglu_pack")
+                self._add_product(packed, w.down, f"{name}.down", name)
+                return
             ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
         self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
-        self._add_product(self.gate, w.down, f"{name}.down", name)
+        self._add_product(self._operand(self.gate, w.down, name), w.down, f"{name}.down", name)
 
-    def _add_product(self, rows: Rows, w: ops.Matrix, product: str, total: str) -> None:
-        """Add rows @ w^T to x: in one op, or in two where the product itself is to be seen."""
-        operand = self._operand(rows, w, total)
+    def _add_product(self, operand: Rows | ops.PackedRows, w: ops.Matrix, product: str, total: str) -> None:
+        """Add operand @ w^T to x: in one op, or in two where the product itself is to be seen."""
         if self.tapped:
             self._product(operand, w, self.h, label=product)
             self.done(product, (product, self.h))
@@ -271,11 +288,32 @@ class Pass:
             self._product(operand, w, self.x, accumulate=True, label=product)
         self.done(product, (total, self.x))
 
+    def _normed(
+        self, x: Rows, weight: Bindable, h: Rows, w: ops.Matrix, norm: str, label: str
+    ) -> Rows | ops.PackedRows:
+        """rms_norm of x as products with w take it: packed in the same op where that can be, else by way of h."""
+        eps = self.config.rms_norm_eps
+        if self._packs(w, x.n) and ops.can_pack_fused(self.on, x):
+            packed = self._packed_rows(x)
+            ops.pack_rows(self.on, x, packed, norm=(weight, eps), label=f"{norm}_pack")
+            self.done(f"{norm}_pack")
+            return packed
+        ops.rms_norm(self.on, x, weight, h, eps=eps, label=norm)
+        self.done(norm, (norm, h))
+        return self._operand(h, w, label)
+
+    def _packs(self, w: ops.Matrix, n: int) -> bool:
+        """Whether rows are packed together with the op before: not where that op is to be seen."""
+        return not self.tapped and ops.can_pack(self.on, w, n, exact=self.network.exact)
+
+    def _packed_rows(self, x: Rows) -> ops.PackedRows:
+        return ops.PackedRows(self._packed, x.n, x.width, self.network.exact)
+
     def _operand(self, x: Rows, w: ops.Matrix, label: str) -> Rows | ops.PackedRows:
         """Rows as products with w take them: packed where there are matrix cores and rows enough."""
-        if not ops.can_pack(self.on, w, x.n):
+        if not ops.can_pack(self.on, w, x.n, exact=self.network.exact):
             return x
-        packed = ops.PackedRows(self._packed, x.n, x.width)
+        packed = self._packed_rows(x)
         ops.pack_rows(self.on, x, packed, label=f"{label}.pack")
         self.done(f"{label}.pack")
         return packed
@@ -291,7 +329,8 @@ class Pass:
         label: str,
     ) -> None:
         if isinstance(x, ops.PackedRows):
-            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label)
+            scratch = None if label.endswith((".gate", ".up")) else self._parts
+            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, scratch=scratch, label=label)
         else:
             variant = self._tuned(label.rpartition(".")[2])
             ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)

@@ -23,7 +23,9 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 SMALL_ROWS, SMALLEST_ROWS = 256, 64  # of a chunk of a prompt, where memory is short
 HOST_SHARE = 0.8  # of the host's available memory, for streamed layers
 STAGING_BYTES = 96 << 20  # what uploads, kernels and tables take besides
-MOST_ROWS = 1024  # of one chunk of a prompt
+MOST_ROWS = 4096  # of one chunk of a prompt
+MANY_ROWS = 1024  # more than so many take at most a share of the device's memory
+WORKSPACE_SHARE = 1 / 64
 MOST_ROWS_SMALL = 512  # on devices that are not discrete
 
 
@@ -40,6 +42,8 @@ def max_rows(info: DeviceInfo, config: Qwen2Config, context: int) -> int:
     """Rows of activations that a prefill works on at most: bindings must span them."""
     most = MOST_ROWS if info.kind == "discrete" else MOST_ROWS_SMALL
     bindable = info.max_storage_range // (4 * max(widths(config).values()))
+    while most > MANY_ROWS and workspace_bytes(config, most) > WORKSPACE_SHARE * info.heap_bytes:
+        most //= 2
     return max(1, min(most, bindable, context))
 
 

@@ -52,13 +52,14 @@ class QwenModel:
         plan: MemoryPlan,
         *,
         context: int,
+        exact: bool = False,
         quarantine: Iterable[str] = (),
     ) -> None:
         self.config = config
         self.plan = plan  # what it takes of the device's memory, and which layers are streamed
         self.device = device
         self._weights = weights
-        self._steps = Steps(device, config, weights, plan, context=context, quarantine=quarantine)
+        self._steps = Steps(device, config, weights, plan, context=context, exact=exact, quarantine=quarantine)
         self._lock = threading.RLock()
         # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
         # has to wait for all of them: then a chunk is as large as it can be.
@@ -76,6 +77,7 @@ class QwenModel:
         device: Device,
         *,
         kv_dtype: KVType = "f16",
+        exact: bool = False,
         context: int | None = None,
         mode: Mode = "auto",
         vram_budget: int | None = None,
@@ -91,6 +93,8 @@ class QwenModel:
             weights: an open checkpoint.
             device: where to; it must live longer than the model.
             kv_dtype: type of the KV cache.
+            exact: on matrix cores, multiply activations as two f16 numbers, to 22 bits; else as one, to 11, twice as
+                fast. Where there are no matrix cores they are float32 in either case.
             context: tokens of one sequence that must fit beside the weights; None asks for a small cache, which grows
                 with the need.
             mode: "resident" refuses what does not fit, "streaming" streams at least a layer, "auto" as few as it must.
@@ -110,7 +114,7 @@ class QwenModel:
         plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode, split=split)
         loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
-            return cls(device, config, loaded, plan, context=most, quarantine=quarantine)
+            return cls(device, config, loaded, plan, context=most, exact=exact, quarantine=quarantine)
         except BaseException:
             loaded.release()
             raise

@@ -34,7 +34,7 @@ from xinfer.ops import KernelSet, Recorder, Rows, RowState
 
 RING = 64  # tokens that the device remembers
 # Rows that recordings are made for; a chunk is padded to the next of them.
-ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024)
+ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 HEAD_BYTES = 64 << 20  # logits of all rows are made in pieces of this size
 TIMEOUT_S = 60.0
 SPIN_S = 0.01  # a single step takes less
@@ -44,6 +44,11 @@ Timed = Literal["no", "whole", "ops"]  # where timestamps are taken
 # Segments of the decode step: take the state from the host, run, copy the logits to where the host reads them.
 LOAD, STEP, READ = "load", "step", "read"
 STREAMED = "layer"  # "step layer 3": a segment before which layer 3 must be sent
+
+
+def planned_rows(most: int) -> list[int]:
+    """Of 1 to `most` rows, those of which one needs the most scratch: kernels take rows in tiles of 32 or more."""
+    return sorted({*range(1, min(most, 32) + 1), *range(32, most + 1, 32), most})
 
 
 class Steps:
@@ -57,12 +62,14 @@ class Steps:
         plan: MemoryPlan,
         *,
         context: int,
+        exact: bool = False,
         quarantine: Iterable[str] = (),
     ) -> None:
         self.device = device
         self.config = config
         self.context = context
         self.max_rows = plan.rows
+        self.exact = exact
         self._weights = weights
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
@@ -104,7 +111,8 @@ class Steps:
         max_keys = min(self.pool.n_tokens, self.context)
         scratch_bytes, counter_bytes = self.attention_bytes(max_keys)
         with ExitStack() as made:
-            table = self._rope_table(max_keys)
+            # A canary fills a block of the cache, however short the context is.
+            table = self._rope_table(max(max_keys, ops.BLOCK_TOKENS))
             made.callback(table.release)
             scratch = self.device.create_buffer(scratch_bytes, "device", "attention splits")
             made.callback(scratch.release)
@@ -121,6 +129,7 @@ class Steps:
             scratch=scratch,
             max_keys=max_keys,
             tuning=self._tuning,
+            exact=self.exact,
         )
         return self._network
 
@@ -366,8 +375,8 @@ class Steps:
             cache = cache_blocks(self.pool, self.config, 0)
             heads = self.config.num_attention_heads
             plans = [
-                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1)
-                for n in range(1, self.max_rows + 1)
+                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
+                for n in planned_rows(self.max_rows)
             ]
             variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
             plans.append(

@@ -24,7 +24,16 @@ from xinfer.ops._base import (
 )
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
 from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
-from xinfer.ops._packed import PackedRows, can_pack, linear_packed, pack_rows, packed_bytes
+from xinfer.ops._packed import (
+    PackedRows,
+    can_pack,
+    can_pack_fused,
+    linear_packed,
+    pack_rows,
+    packed_bytes,
+    parts_bytes,
+    sum_parts,
+)
 from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
@@ -51,6 +60,7 @@ __all__ = [
     "attention",
     "can_fuse",
     "can_pack",
+    "can_pack_fused",
     "can_rope_append",
     "embed",
     "gate_up",
@@ -60,11 +70,13 @@ __all__ = [
     "norm_linear",
     "pack_rows",
     "packed_bytes",
+    "parts_bytes",
     "plan_attention",
     "rms_norm",
     "rope",
     "rope_append",
     "row_stride",
+    "sum_parts",
     "swiglu",
     "turn_attention",
 ]

@@ -57,17 +57,19 @@ def plan_attention(
     n_rows: int,
     max_keys: int,
     turn: bool = False,
+    exact: bool = True,
     variant: str | None = None,
     n_splits: int | None = None,
 ) -> AttentionPlan:
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each.
 
     With `turn`, each row the newest of its sequence, a kernel may be chosen that does rope and kv_append as well.
+    Without `exact`, matrix cores may take weights as f16.
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
     few_keys = max_keys * cache.n_kv_heads <= FEW_KEYS
-    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=few_keys), variant)
+    chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=few_keys, exact=exact), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
     busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else _busy_groups(chosen, n_rows)
     least = ATTENTION_TILED_SPLIT_KEYS if is_tiled(chosen) else BLOCK_TOKENS
@@ -203,7 +205,9 @@ def _scratch(plan: AttentionPlan, scratch: Bindable | None, out: Rows, label: st
     return scratch
 
 
-def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False, few_keys: bool = False) -> list[str]:
+def attention_candidates(
+    cache: CacheBlocks, n_rows: int, *, turn: bool = False, few_keys: bool = False, exact: bool = True
+) -> list[str]:
     """Variants that fit, best first: tiles of queries for many rows, shared loads of K and V for few."""
     forms = ["plain"]
     if cache.head_dim % 8 == 0:
@@ -211,6 +215,8 @@ def attention_candidates(cache: CacheBlocks, n_rows: int, *, turn: bool = False,
         sizes = [dim for dim in (64, 128) if cache.head_dim <= dim]
         if n_rows >= ATTENTION_TILED_ROWS_MAX:
             forms = [f"prefill{dim}" for dim in sizes] + forms
+            if cache.format == "f16":
+                forms = [f"coop{dim}.{'split' if exact else 'half'}" for dim in sizes] + forms
         else:
             forms = [f"tiled{dim}" for dim in sizes] + forms
             if turn:
@@ -228,6 +234,8 @@ def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: 
         return keys // group * (1 + head_dim // 2 + 2 * group) + head_dim // 2 + 2 * group + 1
     if variant.source == "attention_prefill.hlsl":
         return _prefill_trips(variant, head_dim, keys)
+    if is_coop(variant):
+        return _coop_trips(variant, keys)
     if is_tiled(variant):
         return _tiled_trips(variant, head_dim, max(keys, ATTENTION_TILED_SPLIT_KEYS), n_splits)
     pieces = head_dim // _values(variant)
@@ -242,6 +250,23 @@ def attention_trips(variant_id: str, *, head_dim: int, max_keys: int, n_splits: 
 def is_tiled(variant: Variant) -> bool:
     """Whether it is one of attention_tiled, whose splits have at least a tile of keys."""
     return variant.source == "attention_tiled.hlsl"
+
+
+def is_coop(variant: Variant) -> bool:
+    """Whether it runs on matrix cores."""
+    return variant.source == "attention_coop.slang"
+
+
+def has_half_weights(variant_id: str) -> bool:
+    """Whether an attention kernel rounds the weights of values to f16."""
+    variant = variants()[variant_id]
+    return is_coop(variant) and not variant.define("SPLIT")
+
+
+def _coop_trips(variant: Variant, keys: int) -> int:
+    queries = 16 * variant.define("WAVES")
+    a_tile = 1 + 4 * variant.define("KEYS")  # every unrolled loop counted as if it were not
+    return queries * 4 * queries + (ceil_div(keys, variant.define("KEYS")) + 2 * queries) * a_tile
 
 
 def _values(variant: Variant) -> int:
@@ -286,6 +311,8 @@ def _groups(variant: Variant, n_heads: int, n_kv_heads: int, n_rows: int) -> tup
     """Workgroups in y (heads) and z (rows)."""
     if variant.source == "attention_prefill.hlsl":
         return n_heads, ceil_div(n_rows, ATTENTION_QUERIES)
+    if is_coop(variant):
+        return n_heads, ceil_div(n_rows, 16 * variant.define("WAVES"))
     if variant.source in ("attention_decode.hlsl", "attention_tiled.hlsl"):
         a_load = variant.define("HEADS") if is_tiled(variant) else ATTENTION_HEADS_A_LOAD
         return n_kv_heads * ceil_div(n_heads // n_kv_heads, a_load), n_rows

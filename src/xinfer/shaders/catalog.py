@@ -30,9 +30,10 @@ ATTENTION_TILED_SPLITS_MAX = 132  # what its last workgroup has room for
 ATTENTION_TILED_SPLIT_KEYS = 128  # the least that a split has
 ATTENTION_TILED_ROWS_MAX = 16  # that it has counters for
 ATTENTION_QUERIES = 32  # rows of a workgroup of the prefill variants
+ATTENTION_COOP_QUERIES = 64  # and of those on matrix cores
 
 PACKED_ROWS = 128  # packed activations have a multiple of so many rows,
-PACKED_COLUMNS = 32  # and of so many columns
+PACKED_COLUMNS = 64  # and of so many columns
 
 WAVE_NEEDS = frozenset({"subgroup_arithmetic"})
 MATRIX_CORE_NEEDS = frozenset({"coop_matrix", "coop_matrix.f16.f32.16x16x16", "memory_model", "float16"})
@@ -314,44 +315,73 @@ def _linear_gemm() -> Iterator[Variant]:
 
 COOP_CONSTANTS = (
     *("rows", "row_loads", "x_rows", "x_loads", "low_offset"),
-    *("y_stride", "y_offset", "bias_offset", "flags"),
+    *("y_stride", "y_offset", "bias_offset", "flags", "part_loads", "part_stride"),
 )
 
 
-def coop_id(weight_format: str, tile_m: int, *, split: bool) -> str:
+# Edge of a square tile, 16-byte loads of its row, and waves down and across, by the halves of x that count. On an H200
+# a wave of 64 x 64 reads groupshared memory least for what it multiplies (benchmarks/LOG.md).
+COOP_TILES = {(64, 0): (8, 2, 2), (128, 0): (8, 2, 2), (64, 1): (4, 2, 2), (128, 1): (4, 2, 2)}
+
+
+def coop_id(weight_format: str, tile: int, *, split: bool) -> str:
     """The id of a matrix-core GEMM; split: the accurate form."""
-    return f"linear_gemm.{weight_format}.coop{tile_m}.{'split' if split else 'half'}"
+    return f"linear_gemm.{weight_format}.coop{tile}.{'split' if split else 'half'}"
 
 
 def _linear_coop() -> Iterator[Variant]:
-    for name, (tile_m, waves_m), split in itertools.product(("f16", "bf16"), ((64, 2), (128, 4)), (0, 1)):
+    for name, ((tile, split), (loads, waves_m, waves_n)) in itertools.product(("f16", "bf16"), COOP_TILES.items()):
+        waves = waves_m * waves_n
+        staged = ((1 + split) * tile + tile) * (loads + 1)
+        results = waves * 16 * (tile // waves_n // 4 + 1)
         yield Variant(
-            id=coop_id(name, tile_m, split=bool(split)),
+            id=coop_id(name, tile, split=bool(split)),
             op="linear_gemm",
             source="linear_gemm_coop.slang",
             defines=(
                 *(("FORMAT", FORMATS[name]), ("WAVE", 1), ("EMULATE", 0), ("SPLIT", split)),
-                *(("TILE_M", tile_m), ("TILE_N", 128), ("WAVES_M", waves_m)),
+                *(
+                    ("TILE_M", tile),
+                    ("TILE_N", tile),
+                    ("TILE_LOADS", loads),
+                    ("WAVES_M", waves_m),
+                    ("WAVES_N", waves_n),
+                ),
             ),
             buffers=("scales", "halves", "w", "bias", "y"),
             constants=COOP_CONSTANTS,
-            workgroup=(256, 1, 1),
-            shared_bytes=16 * 5 * ((1 + split) * tile_m + 128) + 4 * 8 * 256,
+            workgroup=(32 * waves, 1, 1),
+            shared_bytes=16 * max(staged, results),
             needs=MATRIX_CORE_NEEDS,
             profile=SPIRV_1_5,
             subgroup_size=32,
         )
 
 
+def _sum_parts() -> Iterator[Variant]:
+    yield Variant(
+        id="sum_parts.plain",
+        op="sum_parts",
+        source="sum_parts.hlsl",
+        defines=(("GROUP", 128),),
+        buffers=("parts", "bias", "y"),
+        constants=("width", "n_parts", "part_stride", "y_stride", "y_offset", "flags"),
+        workgroup=(128, 1, 1),
+        shared_bytes=0,
+    )
+
+
 def _pack_rows() -> Iterator[Variant]:
-    for name, wave in (("plain", 0), ("wave", 1)):
+    for (source, form), (name, wave) in itertools.product(
+        enumerate(("", "norm.", "swiglu.")), (("plain", 0), ("wave", 1))
+    ):
         yield Variant(
-            id=f"pack_rows.{name}",
+            id=f"pack_rows.{form}{name}",
             op="pack_rows",
             source="pack_rows.hlsl",
-            defines=(("GROUP", 128), ("WAVE", wave)),
-            buffers=("x", "scales", "halves"),
-            constants=("width", "x_rows", "x_stride", "x_offset", "row_loads", "low_offset"),
+            defines=(("GROUP", 128), ("WAVE", wave), ("SOURCE", source)),
+            buffers=("x", *(("other",) if source else ()), "scales", "halves"),
+            constants=("width", "x_rows", "x_stride", "x_offset", "up_offset", "row_loads", "low_offset", "eps"),
             workgroup=(128, 1, 1),
             shared_bytes=4 * 128,
             needs=WAVE_NEEDS if wave else frozenset(),
@@ -380,6 +410,8 @@ def _attention() -> Iterator[Variant]:
             rows, defines = ATTENTION_QUERIES, (number, ("DIM_MAX", dim_max), ("KEYS", keys))
             floats = 4 * (rows + keys) * (dim_max // 4 + 1) + rows * (keys + 2 + 4 + 1)
             yield _attention_kernel(f"{name}.prefill{dim_max}", "prefill", defines, buffers, 128, floats)
+    for dim, split in itertools.product((64, 128), (0, 1)):
+        yield _attention_coop(dim, split, buffers)
     yield _attention_kernel("combine", "combine", (("GROUP", 64),), ("partial", "result"), 64, ATTENTION_SPLITS_MAX)
 
 
@@ -396,6 +428,29 @@ def _attention_tiled(name: str, dim_max: int, turn: int, heads: int, buffers: tu
     form = f"tiled{dim_max}" + "_turn" * turn + f"{heads}" * (heads != ATTENTION_HEADS_A_LOAD)
     bound = (*buffers, "scratch", *(("table",) if turn else ()))
     return _attention_kernel(f"{name}.{form}", "tiled", defines, bound, lanes, floats)
+
+
+def _attention_coop(dim: int, split: int, buffers: tuple[str, ...]) -> Variant:
+    keys, waves = 4096 // dim, ATTENTION_COOP_QUERIES // 16
+    weights = (1 + split) * 16 * (keys // 8 + 1) + 64
+    tiles = max(2 * keys, ATTENTION_COOP_QUERIES) * (dim // 8 + 1)
+    loads = tiles + waves * max(16 * (keys // 4 + 2), weights)
+    return Variant(
+        id=f"attention.f16.coop{dim}.{'split' if split else 'half'}",
+        op="attention",
+        source="attention_coop.slang",
+        defines=(
+            *(("FORMAT", FORMATS["f16"]), ("WAVE", 1), ("EMULATE", 0), ("SPLIT", split)),
+            *(("DIM_MAX", dim), ("KEYS", keys), ("WAVES", waves)),
+        ),
+        buffers=buffers,
+        constants=ATTENTION_CONSTANTS,
+        workgroup=(32 * waves, 1, 1),
+        shared_bytes=16 * loads + 2 * 4 * ATTENTION_COOP_QUERIES,
+        needs=MATRIX_CORE_NEEDS | {"subgroup_shuffle"},
+        profile=SPIRV_1_5,
+        subgroup_size=32,
+    )
 
 
 def _attention_kernel(
@@ -440,7 +495,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _linear_coop, _pack_rows, _attention, _argmax),
+        *(_linear_gemv, _linear_gemm, _linear_coop, _sum_parts, _pack_rows, _attention, _argmax),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from xinfer import ops
 from xinfer.ops import BLOCK_TOKENS, AttentionPlan, CacheBlocks, Recorder, RowState
-from xinfer.ops._attention import attention_candidates, is_tiled
+from xinfer.ops._attention import attention_candidates, has_half_weights, is_tiled
 from xinfer.shaders.catalog import Variant, variants
 from xinfer.trials import expected
 from xinfer.trials.base import Check
@@ -51,7 +51,8 @@ class AttentionTrial:
 
     def fits(self, variant: Variant) -> bool:
         """Those that the op would consider for so many rows, and what combines their splits."""
-        considered = attention_candidates(_sizes(self.k, self.format), len(self.q))
+        sizes, n = _sizes(self.k, self.format), len(self.q)
+        considered = {name for exact in (True, False) for name in attention_candidates(sizes, n, exact=exact)}
         return variant.id in considered or (variant.id == COMBINE and self.n_splits != 1)
 
     def run(self, bench: Bench, variant: str) -> list[Check]:
@@ -79,7 +80,9 @@ class AttentionTrial:
 
         bench.run(record)
         plan, scratch = made
-        wanted = expected.attention(self.q, self.k, self.v, start=self.start, window=self.window)
+        half = has_half_weights(plan.variant.id)
+        options: dict[str, Any] = {"start": self.start, "window": self.window, "half_weights": half}
+        wanted = expected.attention(self.q, self.k, self.v, **options)
         if scratch is None:
             return [Check(kernel, "attention", out.read(), wanted)]
         counters, partial = read_scratch(scratch, plan)

@@ -130,12 +130,20 @@ def cached(turned: Expected, cache_format: str) -> Expected:
 
 
 def attention(
-    q: Array, k: Array, v: Array, *, start: int, window: int | None = None, turn_units: float = 0.0
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    start: int,
+    window: int | None = None,
+    turn_units: float = 0.0,
+    half_weights: bool = False,
 ) -> Expected:
     """Attention of q (T, heads, D), from position `start` on, to k and v (S, KV heads, D) -> (T, heads * D).
 
     k and v are what the cache holds. A score is a sum of D products; its error and exp's scale the weights of the
-    values. `turn_units` are roundings that q has had before.
+    values. `turn_units` are roundings that q has had before. With `half_weights` each weight is one f16 number, 1 at
+    most: off by half a unit of 11 bits, or by 2^-25 where it is small.
     """
     n_tokens, n_heads, dim = q.shape
     values = reference.attention(q, k, v, q_start=start, window=window)
@@ -146,6 +154,9 @@ def attention(
     n_keys = np.arange(start + 1, start + n_tokens + 1)[:, np.newaxis]
     relative = 2 * UNIT * ((math.sqrt(dim) + 8 + turn_units) * score + 8 + 4 * score + np.sqrt(n_keys))
     tolerance = 2 * np.repeat(relative, dim, axis=1) * mixed
+    if half_weights:
+        total = np.repeat(np.abs(v).sum(axis=0), n_heads // k.shape[1], axis=0).reshape(1, -1)
+        tolerance = np.asarray(tolerance + 2.0**-11 * mixed + 2.0**-25 * total, np.float32)
     return Expected(values, np.asarray(tolerance, np.float32))
 
 
@@ -157,9 +168,10 @@ def turned_attention(
     return attention(turned, k, v, start=start, window=window, turn_units=TURN_UNITS)
 
 
-def packed(x: Array, scales: Array) -> Expected:
-    """What a row's two f16 halves stand for, scale (T,) times their sum: 22 bits of its largest value."""
-    return Expected(x, np.asarray(2.0**-11 * scales[:, np.newaxis] + TINY, np.float32))
+def packed(given: Expected, scales: Array, *, exact: bool) -> Expected:
+    """What f16 halves stand for, scale (T,) times their sum: 22 bits of its largest value, or 11 of one half."""
+    step = (2.0**-11 if exact else 1.0) * scales[:, np.newaxis]
+    return Expected(given.values, np.asarray(given.tolerance + step + TINY, np.float32))
 
 
 def argmax(logits: Array, n_valid: int, bad: int) -> NDArray[np.int64]:

@@ -14,7 +14,7 @@ from xinfer.shaders.catalog import FORMATS, LOAD_BYTES, Variant, variants
 from xinfer.trials import expected
 from xinfer.trials.base import Check
 from xinfer.trials.bench import DTYPES, Bench
-from xinfer.trials.expected import Weights
+from xinfer.trials.expected import TINY, UNIT, Weights
 from xinfer.trials.judge import Array, Expected
 
 
@@ -105,26 +105,32 @@ class LinearTrial:
         n, width = self.x.shape
         exact = bool(variant.define("SPLIT"))
         x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format, rows=self.rows)
-        place = bench.out(ops.packed_bytes(n, width) // 4)
-        packed = PackedRows(place.place, n, width)
+        place = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
+        packed = PackedRows(place.place, n, width, exact)
 
         def record(on: Recorder) -> None:
             ops.pack_rows(on, x, packed, label="pack")
             on.recording.barrier()
-            options: dict[str, Any] = {"exact": exact, "label": "trial", "variant": variant.id}
+            options: dict[str, Any] = {"label": "trial", "variant": variant.id}
             ops.linear_packed(on, packed, w, out, bias=bias, accumulate=self.before is not None, **options)
 
         bench.run(record)
-        given = unpack(place.read(), packed, exact=exact)
+        given = unpack(place.read(), packed)
         wanted = expected.linear(given, self._weights(self.w), bias=self.bias, before=self.before)
         return [Check(variant.id, "product", read(), wanted)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackTrial:
-    """x (T, width) as two f16 halves and a scale a row."""
+    """x (T, width) as f16 halves and a scale a row: two halves where it is `exact`, else one.
+
+    With `norm` (weight, eps), its rms_norm is packed; with `up`, (T, width), silu(x) * up.
+    """
 
     x: Array
+    exact: bool = True
+    norm: tuple[Array, float] | None = None
+    up: Array | None = None
     op: str = "pack_rows"
 
     @property
@@ -133,45 +139,96 @@ class PackTrial:
         return f"{self.x.shape[0]} x {self.x.shape[1]}"
 
     def fits(self, variant: Variant) -> bool:
-        """All of them."""
-        return variant.op == "pack_rows"
+        """Those that pack just this."""
+        source = 1 if self.norm else 0 if self.up is None else 2
+        return variant.op == "pack_rows" and variant.define("SOURCE") == source
 
     def run(self, bench: Bench, variant: str) -> list[Check]:
-        """The halves' sum must be x, to 22 bits of a row's largest value; padding is 0."""
-        x, place = bench.put_rows(self.x), bench.out(ops.packed_bytes(*self.x.shape) // 4)
-        packed = PackedRows(place.place, *self.x.shape)
-        bench.run(lambda on: ops.pack_rows(on, x, packed, label="trial", variant=variant))
-        return check_packed(variant, self.x, place.read(), packed)
+        """The halves' sum must be what is to be packed, to 22 or 11 bits of a row's largest value; padding is 0."""
+        x, place = bench.put_rows(self.x), bench.out(ops.packed_bytes(*self.x.shape, exact=self.exact) // 4)
+        packed = PackedRows(place.place, len(self.x), self.x.shape[1], self.exact)
+        named: dict[str, Any] = {"label": "trial", "variant": variant}
+        if self.norm:
+            named["norm"] = (bench.put(self.norm[0]), self.norm[1])
+        if self.up is not None:
+            named["up"] = bench.put_rows(self.up)
+        bench.run(lambda on: ops.pack_rows(on, x, packed, **named))
+        return check_packed(variant, self.expected(), place.read(), packed)
+
+    def expected(self) -> Expected:
+        """What is packed."""
+        if self.norm:
+            return expected.rms_norm(self.x, self.norm[0], eps=self.norm[1])
+        return expected.exact(self.x) if self.up is None else expected.swiglu(self.x, self.up)
 
 
-def check_packed(variant: str, x: Array, words: Array, packed: PackedRows) -> list[Check]:
-    """Checks of packed rows, as `unpack` takes them."""
-    scales, high, low = _parts(words, packed)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumTrial:
+    """parts (n, T, width) whose sum is taken; bias (width,) and before (T, width) are added."""
+
+    parts: Array
+    bias: Array | None = None
+    before: Array | None = None
+    op: str = "sum_parts"
+
+    @property
+    def shape(self) -> str:
+        """Its sizes."""
+        n, rows, width = self.parts.shape
+        return f"{n} parts of {rows} x {width}"
+
+    def fits(self, variant: Variant) -> bool:
+        """All of them."""
+        return variant.op == "sum_parts"
+
+    def run(self, bench: Bench, variant: str) -> list[Check]:
+        """Against NumPy's sum in float64."""
+        n, rows, width = self.parts.shape
+        parts, out = bench.put(self.parts.ravel()), bench.out(rows, width, fill=self.before)
+        bias = None if self.bias is None else bench.put(self.bias)
+        options: dict[str, Any] = {"bias": bias, "accumulate": self.before is not None, "label": "trial"}
+        bench.run(lambda on: ops.sum_parts(on, parts, n, out.rows(), **options, variant=variant))
+        added = [*self.parts, *(x for x in (self.bias, self.before) if x is not None)]
+        total = sum(np.asarray(x, np.float64) for x in added)
+        size = sum(np.abs(x, dtype=np.float64) for x in added)
+        tolerance = UNIT * len(added) * size + TINY
+        wanted = Expected(np.asarray(total, np.float32), np.asarray(tolerance, np.float32))
+        return [Check(variant, "sum", out.read(), wanted)]
+
+
+def check_packed(variant: str, given: Expected, words: Array, packed: PackedRows) -> list[Check]:
+    """Checks of packed rows, (T, width), as `unpack` takes them; `given` is what is packed."""
+    scales, halves = _parts(words, packed)
+    x = given.values
     n, width = x.shape
-    whole = (high + low) * scales[:, np.newaxis]
-    largest = np.abs(x).max(axis=1) / np.where(scales[:n] == 0, 1, scales[:n])
-    # A row's largest value lies in 2,048 to 4,096 scales, unless it is next to nothing.
-    scaled = np.where(np.abs(x).max(axis=1) > 1e-30, largest, 2048).astype(np.float32)
-    padding = np.concatenate([high[:n, width:].ravel(), low[:n, width:].ravel(), high[n:].ravel(), low[n:].ravel()])
+    whole = halves.sum(axis=0) * scales[:, np.newaxis]
+    largest = np.abs(x).max(axis=1)
+    # A row's largest value lies in 2,048 to 4,096 scales, unless it is next to nothing; roundings may take it over.
+    scaled = np.where(largest > 1e-30, largest / np.where(scales[:n] == 0, 1, scales[:n]), 2048).astype(np.float32)
+    padding = np.concatenate([halves[:, :n, width:].ravel(), halves[:, n:].ravel()])
     checks = [
-        Check(variant, "halves", whole[:n, :width].astype(np.float32), expected.packed(x, scales[:n])),
-        Check(variant, "scales", scaled, Expected(np.full(n, 3072, np.float32), np.full(n, 1024, np.float32))),
+        Check(
+            variant,
+            "halves",
+            whole[:n, :width].astype(np.float32),
+            expected.packed(given, scales[:n], exact=packed.exact),
+        ),
+        Check(variant, "scales", scaled, Expected(np.full(n, 3072, np.float32), np.full(n, 1024.01, np.float32))),
     ]
     if padding.size:  # whole tiles have none
         checks.append(Check(variant, "padding", padding, expected.exact(np.zeros_like(padding))))
     return checks
 
 
-def unpack(words: Array, packed: PackedRows, *, exact: bool) -> Array:
-    """The activations (T, width) that packed rows stand for; without `exact`, by their high halves alone."""
-    scales, high, low = _parts(words, packed)
-    total = high + low if exact else high
+def unpack(words: Array, packed: PackedRows) -> Array:
+    """The activations (T, width) that packed rows stand for."""
+    scales, halves = _parts(words, packed)
+    total = halves.sum(axis=0)
     return np.asarray((total * scales[:, np.newaxis])[: packed.n, : packed.width], np.float32)
 
 
-def _parts(words: Array, packed: PackedRows) -> tuple[Array, Array, Array]:
-    """Scales (padded,), high and low halves (padded, columns)."""
+def _parts(words: Array, packed: PackedRows) -> tuple[Array, Array]:
+    """Scales (padded,) and halves, (2 or 1, padded, columns)."""
     flat = words.reshape(-1)
     halves = flat[packed.padded :].view(np.float16).astype(np.float32)
-    high, low = halves.reshape(2, packed.padded, -1)
-    return flat[: packed.padded], high, low
+    return flat[: packed.padded], halves.reshape(2 if packed.exact else 1, packed.padded, -1)

@@ -158,13 +158,8 @@ class HeadJudge:
                 wanted = expected.rms_norm(run.x, oracle.norm, eps=eps)
                 trial = NormTrial(x=run.x, weight=oracle.norm, eps=eps)
                 self._emit(finding(run.case, None, "norm", used, [("norm", run.h, wanted)], lambda: [trial]))
-            elif label == "head.pack":
-                h = run.h
-                assert h is not None
-                packed, words = watched.read_packed(h.shape[1])
-                found = [(check.what, check.found, check.expected) for check in check_packed("", h, words, packed)]
-                self._emit(finding(run.case, None, "pack", used, found, lambda: [PackTrial(x=h)]))
-                run.operand = unpack(words, packed, exact=True)
+            elif label in ("head.pack", "norm_pack"):
+                self._judge_packed(run, label, used)
             elif label == "logits":
                 run.used = tuple(dict.fromkeys(used))
             elif label != "argmax":
@@ -173,6 +168,19 @@ class HeadJudge:
                 )
 
         return on_phase
+
+    def _judge_packed(self, run: HeadRun, label: str, used: tuple[str, ...]) -> None:
+        watched, exact = self._watched, self._watched.network.exact
+        if label == "norm_pack":
+            trial = PackTrial(x=run.x, exact=exact, norm=(self._oracle.norm, self._oracle.config.rms_norm_eps))
+        else:
+            assert run.h is not None
+            trial = PackTrial(x=run.h, exact=exact)
+        wanted = trial.expected()
+        packed, words = watched.read_packed(wanted.values.shape[1])
+        found = [(check.what, check.found, check.expected) for check in check_packed("", wanted, words, packed)]
+        self._emit(finding(run.case, None, label.removeprefix("head."), used, found, lambda: [trial]))
+        run.h, run.operand = wanted.values, unpack(words, packed)
 
     def _trials(self, run: HeadRun, worst_row: int) -> Callable[[], list[Trial]]:
         def trials() -> list[Trial]:

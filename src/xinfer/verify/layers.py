@@ -10,12 +10,14 @@ import numpy as np
 
 from xinfer.kv_cache import KVCache
 from xinfer.model.reference import rope_tables
+from xinfer.ops._attention import has_half_weights
+from xinfer.ops._packed import SUM_PARTS
 from xinfer.trials import expected
 from xinfer.trials.attention import AttentionTrial, TurnTrial
 from xinfer.trials.base import Trial
 from xinfer.trials.cache import AppendTrial
 from xinfer.trials.judge import Array, Expected
-from xinfer.trials.linear import LinearTrial, PackTrial, check_packed, unpack
+from xinfer.trials.linear import LinearTrial, PackTrial, SumTrial, check_packed, unpack
 from xinfer.trials.rows import NormTrial, RopeTrial, SwigluTrial
 from xinfer.verify.findings import Finding, Found, finding
 from xinfer.verify.oracle import OracleLayer
@@ -60,6 +62,9 @@ class LayerJudge:
             "input_ln": self._norm,
             "post_ln": self._norm,
             "pack": self._pack,
+            "input_ln_pack": self._norm_pack,
+            "post_ln_pack": self._norm_pack,
+            "swiglu_pack": self._swiglu_pack,
             "qkv": self._project,
             "rope": self._rope,
             "append": self._append,
@@ -74,7 +79,7 @@ class LayerJudge:
                 f"no judge for the phase {label!r}: say in verify/layers.py what the reference makes of it"
             )
         judges[kind](kind, used)
-        self._seen.add(kind)
+        self._seen.add(kind.removesuffix("_pack"))
 
     @property
     def x(self) -> Array:
@@ -95,12 +100,21 @@ class LayerJudge:
         self._operand = h
 
     def _pack(self, kind: str, used: tuple[str, ...]) -> None:
-        x = self._operand
-        packed, words = self.run.read_packed(x.shape[1])
-        checks = check_packed("", x, words, packed)
-        found = [(check.what, check.found, check.expected) for check in checks]
-        self._say(kind, used, found, lambda: [PackTrial(x=x)])
-        self._packed = unpack(words, packed, exact=True)
+        self._judge_packed(kind, used, PackTrial(x=self._operand, exact=self.run.network.exact))
+
+    def _norm_pack(self, kind: str, used: tuple[str, ...]) -> None:
+        weight = self._w.input_ln if kind == "input_ln_pack" else self._w.post_ln
+        self._judge_packed(kind, used, PackTrial(x=self._x, exact=self.run.network.exact, norm=(weight, self._eps)))
+
+    def _swiglu_pack(self, kind: str, used: tuple[str, ...]) -> None:
+        self._judge_packed(kind, used, PackTrial(x=self._gate, exact=self.run.network.exact, up=self._up))
+
+    def _judge_packed(self, kind: str, used: tuple[str, ...], trial: PackTrial) -> None:
+        packed, words = self.run.read_packed(trial.x.shape[1])
+        wanted = trial.expected()
+        found = [(check.what, check.found, check.expected) for check in check_packed("", wanted, words, packed)]
+        self._say(kind, used, found, lambda: [trial])
+        self._operand, self._packed = wanted.values, unpack(words, packed)
 
     def _given(self) -> Array:
         """What a product's kernel read, the real rows."""
@@ -118,7 +132,7 @@ class LayerJudge:
 
         def trials() -> list[Trial]:
             if not fused:
-                return [LinearTrial(x=h, w=w.values, format=w.format, bias=b)]
+                return [LinearTrial(x=h, w=w.values, format=w.format, bias=b), *_sums(used, qkv[:n])]
             normed = expected.rms_norm(x, norm, eps=eps).values
             return [
                 LinearTrial(x=x, w=w.values, format=w.format, bias=b, norm=(norm, eps)),
@@ -186,7 +200,9 @@ class LayerJudge:
         at, config = self._at, self.run.config
         q = self._qkv[: at.n, self._columns[0]].reshape(at.n, config.num_attention_heads, config.head_dim)
         attn = self.run.read(self.run.attn)
-        wanted = expected.attention(q, self.keys, self.values, start=at.start, window=self._window)
+        half = any(has_half_weights(name) for name in used)
+        options: dict[str, Any] = {"start": at.start, "window": self._window, "half_weights": half}
+        wanted = expected.attention(q, self.keys, self.values, **options)
         trial = AttentionTrial(q=q, k=self.keys, v=self.values, **self._attention_options)
         self._say(kind, used, [("attention", attn[: at.n], wanted)], lambda: [trial])
         self._attn = self._operand = attn
@@ -255,7 +271,7 @@ class LayerJudge:
         wanted = expected.linear(self._given(), w.weights, before=before)
         self._say(
             *(kind, used, [("sum with the residual", x[:n], wanted)]),
-            lambda: [LinearTrial(x=operand, w=w.values, format=w.format, before=before)],
+            lambda: [LinearTrial(x=operand, w=w.values, format=w.format, before=before), *_sums(used, x[:n])],
         )
         self._x, self._packed = x, None
 
@@ -311,3 +327,10 @@ class LayerJudge:
 
     def _turns(self) -> tuple[Array, Array]:
         return rope_tables(self.run.config, np.arange(self._at.end))
+
+
+def _sums(used: tuple[str, ...], made: Array) -> list[Trial]:
+    """Where a product's sums were divided, what puts parts together is tried as well, on numbers of its size."""
+    if SUM_PARTS not in used:
+        return []
+    return [SumTrial(parts=np.stack([made, -2 * made, made[::-1]]))]

@@ -59,6 +59,7 @@ def _report(report: dict[str, Any]) -> list[str]:
         ("compared", f"{report['numbers_judged']:,} numbers of {report['ops_judged']:,} ops, {report['seconds']} s"),
         ("debug layer", _debug(report["debug_layer"])),
         ("quarantine", ", ".join(report["quarantine"]) or "empty"),
+        ("not tried", ", ".join(report["not_tried"]) or "no kernel of the model's recordings"),
         ("xinfer", report["xinfer"]),
     ]
     return [

@@ -62,8 +62,8 @@ class WatchedPass(Pass):
 
     def read_packed(self, width: int) -> tuple[PackedRows, Array]:
         """What the last packing left."""
-        packed = PackedRows(self._packed, self.x.n, width)
-        place = packed.place[: packed_bytes(self.x.n, width)]
+        packed = PackedRows(self._packed, self.x.n, width, self.network.exact)
+        place = packed.place[: packed_bytes(self.x.n, width, exact=packed.exact)]
         return packed, np.frombuffer(self.network.device.download(place), np.float32)
 
     def _begin(self, recording: Recording) -> None:
