@@ -21,6 +21,7 @@ from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
 from xinfer.gpu_model.prediction import step_seconds
+from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move
 from xinfer.gpu_model.weights import DeviceWeights
@@ -331,7 +332,19 @@ class QwenModel:
         self._watch.tell(len(chosen), freed, excess)
 
     def _extend(self, ids: list[int], cache: KVCache) -> None:
-        for _ in self._chunks(ids, cache, whole=False):
+        begin = 0
+        while begin < len(ids):
+            rows = min(self._chunk, self._steps.max_rows)
+            n = 1 if self._steps.resident else chunks_at_once(self._steps, rows)
+            part = ids[begin : begin + n * rows]
+            if len(part) <= rows:
+                break
+            self._keep_within_budget()
+            chunks = [part[i : i + rows] for i in range(0, len(part), rows)]
+            for chunk, padded in zip(chunks, run_together(self._steps, chunks, cache), strict=True):
+                cache.append(chunk, rows=padded)
+            begin += len(part)
+        for _ in self._chunks(ids[begin:], cache, whole=False):
             pass
 
     def _chunks(self, ids: list[int], cache: KVCache, *, whole: bool) -> Generator[tuple[int, list[int]]]:
