@@ -1,10 +1,11 @@
 """Models larger than the memory they are given: tokens a second, and the bus's share of the time.
 
-    python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16] [--device NAME] [--json FILE]
+    python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16,72b:40] [--device NAME] [--json FILE] [--timeline FILE.svg]
 
 Random f16 weights in the shapes of Qwen2.5; a few distinct layers are repeated as often as the shape has layers, and
 every one is sent each time. The bus is measured in the same run, by the same transfers without a model. Runs of one
-size must give the same tokens, whatever their budget.
+size must give the same tokens, whatever their budget. The timeline is of the last run that streams: when each layer is
+copied and when it runs, by the device's clock.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import numpy as np
 
 import h200
+import timeline
 from xinfer import gpu
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel, predict
@@ -52,6 +54,7 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 DISTINCT = 3
 PROMPT_TOKENS, N_TOKENS, WARM = 512, 8, 3
+ROOM = PROMPT_TOKENS + 64  # tokens of the cache
 
 
 @contextmanager
@@ -111,15 +114,17 @@ def bus_speed(device: Device, size: int = 512 << 20, times: int = 32) -> float:
     return size * times / seconds
 
 
-def run(size: str, budget: int | None, device: Device, base: Path | None, bus: float) -> dict[str, Any]:
+def run(
+    size: str, budget: int | None, device: Device, base: Path | None, bus: float, picture: Path | None
+) -> dict[str, Any]:
     """Decode and prefill of one size in a budget."""
     with repeated(size, base) as weights:
-        predicted = predict(weights, device, vram_budget=budget)
+        predicted = predict(weights, device, vram_budget=budget, context=ROOM)
         began = time.perf_counter()
-        with QwenModel.load(weights, device, vram_budget=budget) as model:
+        with QwenModel.load(weights, device, vram_budget=budget, context=ROOM) as model:
             loaded = time.perf_counter() - began
             prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, PROMPT_TOKENS)
-            cache = model.make_cache(PROMPT_TOKENS + 64)
+            cache = model.make_cache(ROOM)
             began = time.perf_counter()
             model.extend(prompt[:-1], cache)
             prefill = len(prompt) / (time.perf_counter() - began)
@@ -146,11 +151,14 @@ def run(size: str, budget: int | None, device: Device, base: Path | None, bus: f
                 "prefill_512": prefill,
                 "predicted": {
                     "load_seconds": predicted.load_seconds,
-                    "tokens_per_second": predicted.tokens_per_second,
+                    "tokens_per_second": 1 / predicted.token_seconds_at_context,
                     "peak": predicted.vram,
                 },
                 "tokens": chosen,
             }
+            if picture and split.streamed:
+                title = f"{size} in {device.memory().peak / 1e9:.1f} GB on {device.info.name}"
+                found["timeline"] = timeline.write(model, picture, title)
     device.limit_memory(None)
     return found
 
@@ -158,7 +166,12 @@ def run(size: str, budget: int | None, device: Device, base: Path | None, bus: f
 def against(found: dict[str, Any]) -> str:
     """What had been predicted, as a share of what was then measured."""
     shares = [f"{name} {value / found[name]:.2f}" for name, value in found["predicted"].items()]
-    return f"predicted over measured: {', '.join(shares)}"
+    text = f"predicted over measured: {', '.join(shares)}"
+    if "timeline" in found:
+        of_step = found["timeline"]
+        text += f"; in a step the bus is busy {of_step['bus_busy']:.0%} of the time, by the device's clock, and "
+        text += f"{of_step['compute_hidden']:.0%} of the layers' {1e3 * of_step['compute_seconds']:.1f} ms are hidden"
+    return text
 
 
 def main() -> int:
@@ -167,6 +180,7 @@ def main() -> int:
     parser.add_argument("--runs", default="7b:2,7b:4,7b:8,7b:12,7b:0,32b:16", help="SIZE:GB; 0 is no budget")
     parser.add_argument("--device", default="vulkan")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="a picture of one step")
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; /dev/shm where there is one")
     arguments = parser.parse_args()
     h200.SHAPES.update(LARGE)
@@ -175,13 +189,13 @@ def main() -> int:
     assert device is not None
     results: list[dict[str, Any]] = []
     with device:
-        bus = bus_speed(device)
+        bus = bus_speed(device, min(512 << 20, device.memory().free // 8))
         print(f"{device.info.name}: the bus moves {bus / 1e9:.1f} GB/s", flush=True)
         for wanted in arguments.runs.split(","):
             size, _, budget = wanted.partition(":")
             limit = round(float(budget) * 1e9) or None
             try:
-                found = run(size, limit, device, base, bus)
+                found = run(size, limit, device, base, bus, arguments.timeline)
             except Exception as error:  # one that does not fit must not end the others
                 print(f"{wanted}: {type(error).__name__}: {error}", flush=True)
                 device.limit_memory(None)

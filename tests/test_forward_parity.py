@@ -24,10 +24,10 @@ from tests.conftest import CheckpointFactory
 from tests.gpu.conftest import BACKENDS, VALIDATION, missing, no_messages
 
 import build_shaders
-from xinfer import gpu
+from xinfer import gpu, ops
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import QwenModel, memory, prompt
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.layout import Split, WeightsLayout
 from xinfer.gpu_model.memory import KVType
@@ -306,6 +306,37 @@ def test_streaming_matches_resident(
             assert sent == passes * sum(layout.layers[i].size for i in split.streamed), split
 
 
+def test_a_prompt_of_several_chunks_sends_each_layer_once(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of 8, 8, 8 and 6 rows; the same numbers as one chunk after the other. Where two can wait, twice."""
+    spec = SyntheticSpec(num_hidden_layers=4, dtype="float16")
+    monkeypatch.setattr(model_module, "CHUNK_SECONDS", 1e6)
+    monkeypatch.setattr(memory, "MOST_ROWS", 8)
+    monkeypatch.setattr(memory, "MOST_ROWS_SMALL", 8)
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        layout = WeightsLayout(weights)
+        ids = np.random.default_rng(6).integers(0, weights.config.vocab_size, 33)
+
+        def run(split: Split) -> tuple[Array, list[tuple[int, int]], int]:
+            with QwenModel.load(weights, device, kv_dtype="f32", split=split) as model:
+                cache = model.make_cache(40)
+                model.extend(ids[:30], cache)
+                sent = model.bytes_sent
+                return model.forward(ids[30:], cache), cache.passes[:4], sent
+
+        expected, passes, _ = run(Split())
+        for split in (Split(streamed=(1, 3), n_slots=2), Split(streamed=(0, 1, 2, 3), n_slots=1)):
+            a_pass = sum(layout.layers[i].size for i in split.streamed)
+            for held, times in ((prompt.HELD, 1), (2 * 8 * (4 * 64 + ops.STATE_BYTES), 2)):
+                monkeypatch.setattr(prompt, "HELD", held)
+                found, its_passes, sent = run(split)
+                assert np.array_equal(found, expected), split
+                assert its_passes == passes == [(8, 8)] * 3 + [(6, 8)]
+                assert sent == times * a_pass
+                monkeypatch.setattr(prompt, "HELD", 1 << 28)
+
+
 @pytest.mark.usefixtures("one_chunk")
 def test_a_budget_is_kept(device: Device, checkpoint: CheckpointFactory) -> None:
     """As many layers stay as fit; never does more memory than allowed hold anything; too small a budget is refused."""
@@ -321,6 +352,7 @@ def test_a_budget_is_kept(device: Device, checkpoint: CheckpointFactory) -> None
             with QwenModel.load(weights, device, kv_dtype="f32", vram_budget=budget) as model:
                 assert device.memory().budget - device.memory().used <= budget
                 found = answers(model, ids)
+                assert device.memory().peak <= budget
                 kept.append(6 - len(model.plan.split.streamed))
                 assert model.plan.needed(None) <= budget
             assert found[0] == expected[0]

@@ -96,8 +96,8 @@ class NativeDevice:
         return status
 
     def limit_memory(self, n_bytes: int | None) -> None:
-        """Let device buffers take so much at most."""
-        self.allocator.meter.limit = n_bytes
+        """Let device buffers take so much at most; the peak begins anew."""
+        self.allocator.meter.set_limit(n_bytes)
 
     def retire(self, *handles: Any) -> None:
         """Destroy these once the work in flight has ended."""

@@ -23,6 +23,11 @@ class Meter:
             self.used += change
             self.peak = max(self.peak, self.used)
 
+    def set_limit(self, n_bytes: int | None) -> None:
+        """Allow so much from now on; the peak begins anew."""
+        with self._lock:
+            self.limit, self.peak = n_bytes, self.used
+
     def applied(self, status: MemoryStatus) -> MemoryStatus:
         """The driver's answer, within the limit."""
         budget = status.budget

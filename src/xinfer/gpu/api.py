@@ -91,7 +91,7 @@ class MemoryStatus:
     budget: int
     used: int
     ours: int
-    peak: int = 0  # the most that our buffers of the kind "device" took at one time
+    peak: int = 0  # the most that our buffers of the kind "device" took at one time since the limit was set
 
     @property
     def free(self) -> int:
@@ -286,7 +286,10 @@ class Device(Protocol):
         """How full the device memory is."""
 
     def limit_memory(self, n_bytes: int | None) -> None:
-        """Let buffers of the kind "device" take so much at most, all together; None lifts the limit."""
+        """Let buffers of the kind "device" take so much at most, all together; None lifts the limit.
+
+        `memory().peak` begins anew.
+        """
 
     def live_objects(self) -> dict[str, int]:
         """Native objects alive by type, those at zero left out: {} once everything is released."""

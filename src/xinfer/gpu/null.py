@@ -301,8 +301,8 @@ class NullDevice:
         return self.meter.applied(status)
 
     def limit_memory(self, n_bytes: int | None) -> None:
-        """Let device buffers take so much at most."""
-        self.meter.limit = n_bytes
+        """Let device buffers take so much at most; the peak begins anew."""
+        self.meter.set_limit(n_bytes)
 
     def live_objects(self) -> dict[str, int]:
         """Objects alive by type."""

@@ -14,6 +14,7 @@ from xinfer.model.names import LayerWeights, global_tensor_name, layer_shapes, l
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import Format, row_stride
 
+SLOTS = 2  # that streamed layers take turns in: one comes while another runs
 ALIGNMENT = 256  # of every binding's offset, enough for every device
 
 _FORMATS: dict[str, Format] = {"float16": "f16", "bfloat16": "bf16", "float32": "f16"}

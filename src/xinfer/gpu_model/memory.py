@@ -9,7 +9,7 @@ from xinfer import ops
 from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.forward import widths, workspace_bytes
-from xinfer.gpu_model.layout import RESIDENT, Split, WeightsLayout
+from xinfer.gpu_model.layout import RESIDENT, SLOTS, Split, WeightsLayout
 from xinfer.kv_cache import FIRST_TOKENS, CacheShape
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory
@@ -20,7 +20,6 @@ KV_TYPES: tuple[KVType, ...] = get_args(KVType)
 Mode = Literal["auto", "resident", "streaming"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
-SLOTS = 2  # that streamed layers take turns in: one comes while another runs
 SMALL_ROWS, SMALLEST_ROWS = 256, 64  # of a chunk of a prompt, where memory is short
 HOST_SHARE = 0.8  # of the host's available memory, for streamed layers
 STAGING_BYTES = 96 << 20  # what uploads, kernels and tables take besides

@@ -6,13 +6,14 @@ import itertools
 import threading
 import time
 from collections.abc import Generator, Iterable
+from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xinfer.errors import NumericalError
+from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.greedy import Answer
@@ -20,7 +21,9 @@ from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
 from xinfer.gpu_model.prediction import step_seconds
+from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
+from xinfer.gpu_model.watch import BudgetWatch, layers_to_move
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
@@ -65,6 +68,7 @@ class QwenModel:
         self._parts = 1 + len(plan.split.streamed)
         self._chunk_limit = plan.rows
         self._owner: Answer | None = None  # whose state lies on the device
+        self._watch = BudgetWatch(device)
         self.pool = self._steps.pool
 
     @classmethod
@@ -205,6 +209,7 @@ class QwenModel:
         try:
             for n in range(answer.limit):
                 with self._lock:
+                    self._keep_within_budget()
                     chosen = answer.token(n)
                     if chosen == BAD_TOKEN:
                         self.trace([answer.fed(n)], cache)
@@ -307,8 +312,39 @@ class QwenModel:
             f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; {why}"
         )
 
+    def _keep_within_budget(self) -> None:
+        """Give up layers where the system takes memory back; between steps, every now and then."""
+        excess = self._watch.excess()
+        if not excess:
+            return
+        if self._owner is not None and not self._owner.closed:
+            self._owner.read_all()
+        chosen = layers_to_move(self._weights.split, [part.size for part in self.plan.layout.layers], excess)
+        freed = 0
+        if chosen:
+            self._steps.layers_moved()
+            try:
+                freed = self._weights.move_out(chosen)
+            except OutOfMemoryError:  # the host has none either
+                chosen = []
+            self.plan = replace(self.plan, split=self._weights.split)
+            self._parts = 1 + len(self.plan.split.streamed)
+        self._watch.tell(len(chosen), freed, excess)
+
     def _extend(self, ids: list[int], cache: KVCache) -> None:
-        for _ in self._chunks(ids, cache, whole=False):
+        begin = 0
+        while begin < len(ids):
+            rows = min(self._chunk, self._steps.max_rows)
+            n = 1 if self._steps.resident else chunks_at_once(self._steps, rows)
+            part = ids[begin : begin + n * rows]
+            if len(part) <= rows:
+                break
+            self._keep_within_budget()
+            chunks = [part[i : i + rows] for i in range(0, len(part), rows)]
+            for chunk, padded in zip(chunks, run_together(self._steps, chunks, cache), strict=True):
+                cache.append(chunk, rows=padded)
+            begin += len(part)
+        for _ in self._chunks(ids[begin:], cache, whole=False):
             pass
 
     def _chunks(self, ids: list[int], cache: KVCache, *, whole: bool) -> Generator[tuple[int, list[int]]]:
@@ -327,6 +363,7 @@ class QwenModel:
 
     def _run_chunk(self, chunk: list[int], cache: KVCache, *, rows: int, whole: bool = False) -> float:
         """Run a chunk, padded to `rows`, behind the cache; the seconds that the device took."""
+        self._keep_within_budget()
         steps = self._steps
         recording = steps.prefill(rows, whole=whole)
         steps.stage_chunk(chunk, cache, rows=rows)
@@ -351,6 +388,7 @@ class QwenModel:
     def _last_logits(self, token: int, cache: KVCache) -> Array:
         steps = self._steps
         self.claim(None)
+        self._keep_within_budget()
         recording = steps.decode(self.config.vocab_size)
         steps.stage_one(token, cache, position=cache.length)
         steps.wait(steps.submit(recording, (LOAD, STEP, READ)), urgent=True)

@@ -122,7 +122,8 @@ def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float
     if not split.streamed:
         return compute
     copy = plan.a_token / (bus_speed if split.pinned else load_speed)
-    if "transfer_queue" not in info.features:
+    apart = "transfer_queue" in info.features or (info.api == "d3d12" and info.kind != "cpu")
+    if not apart:
         return copy + compute
     if split.n_slots == 1:
         return max(copy + len(split.streamed) * a_layer, compute)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
@@ -138,6 +138,14 @@ class Steps:
         self._tuning = tuning
         self._generation = -1
 
+    def layers_moved(self) -> None:
+        """Forget what was recorded: layers lie elsewhere. Nothing is allocated."""
+        for recording in self._recordings.values():
+            recording.release()
+        self._recordings.clear()
+        if self._network is not None:
+            self._network = replace(self._network)  # for those who ask whether it is still the same
+
     def decode(self, n_valid: int) -> Recording:
         """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
 
@@ -215,14 +223,18 @@ class Steps:
         state = RowState(token=token, position=position, sequence=cache.sequence, steps=steps)
         self._stage(self.one, state.pack())
 
-    def stage_chunk(self, tokens: Sequence[int], cache: KVCache, *, rows: int) -> None:
-        """Write the states of `tokens`, which stand behind `cache`, and padding up to `rows`, for the next chunk."""
+    def stage_chunk(self, tokens: Sequence[int], cache: KVCache, *, rows: int, begin: int | None = None) -> None:
+        """Write the states of `tokens`, and padding up to `rows`, for the next chunk.
+
+        They stand behind `cache`, or from position `begin` on.
+        """
+        begin = cache.length if begin is None else begin
         words = ops.STATE_BYTES // 4
         states = np.zeros((rows, words), np.uint32)
         columns = {field.name: states[:, i] for i, field in enumerate(fields(RowState))}
         n = len(tokens)
         columns["token"][:n] = tokens
-        columns["position"][:n] = np.arange(cache.length, cache.length + n)
+        columns["position"][:n] = np.arange(begin, begin + n)
         columns["position"][n:] = ops.UNUSED_POSITION
         columns["sequence"][:n] = cache.sequence
         self._stage(self.many, states.tobytes())
@@ -236,6 +248,13 @@ class Steps:
         """Queue it. What loads states is remembered, so that staging is not written too early."""
         ticket = self.device.submit(recording, segments) if self.resident else self._stream(recording, segments)
         if segments is None or LOAD in segments:
+            self._staging_used = ticket
+        return ticket
+
+    def submit_part(self, recording: Recording, segments: Sequence[str], *, loads: bool) -> Ticket:
+        """Queue some segments by their full names, their layers being there; whether they take what was staged."""
+        ticket = self.device.submit(recording, segments)
+        if loads:
             self._staging_used = ticket
         return ticket
 
@@ -259,7 +278,9 @@ class Steps:
             kind, _, layer = rest.partition(" ")
             if kind == STREAMED:
                 if together:
-                    self.device.submit(recording, together)
+                    ticket = self.device.submit(recording, together)
+                    if LOAD in together or STEP in together:
+                        self._staging_used = ticket  # also where sending fails
                 self._weights.send(int(layer))
                 together = []
             together.append(name)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from xinfer.gpu.api import Buffer, BufferKind, BufferSlice, Device, DeviceInfo
-from xinfer.gpu_model.layout import RESIDENT, Layout, Place, Split, WeightsLayout
-from xinfer.gpu_model.loading import Job, Loader, Progress
+from xinfer.gpu_model.layout import RESIDENT, SLOTS, Layout, Place, Split, WeightsLayout
+from xinfer.gpu_model.loading import PIECE, Job, Loader, Progress
 from xinfer.model.names import LayerWeights, layer_tensor_name
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import Matrix, MatrixSlice
@@ -57,9 +57,10 @@ class DeviceWeights:
         self._layout = layout
         with ExitStack() as held:
             self._allocate(held)
-            self._again: Loader | None = None  # of streamed layers that the host does not keep
+            self._source: ModelWeights | None = None  # of streamed layers that the host does not keep
             if split.streamed and not split.pinned:
-                self._again = held.enter_context(Loader(device, held.enter_context(weights.reopen())))
+                self._source = held.enter_context(weights.reopen())
+                self._again = held.enter_context(Loader(device, self._source))
             if load:
                 with Loader(device, weights) as loader:
                     loader.load(self._jobs(), progress=progress)
@@ -68,10 +69,11 @@ class DeviceWeights:
         self.embed = _matrix(info, self._table, table.places[:1])
         self.norm = _vector(self._table, table.places[1:])
         self.head = self.embed if head is None or self._head is None else _matrix(info, self._head, head.places)
-        self.layers = tuple(
-            _device_layer(info, buffer, part, i)
-            for i, (buffer, part) in enumerate(zip(self.buffers, layout.layers, strict=True))
-        )
+        self.layers = self._views()
+
+    def _views(self) -> tuple[DeviceLayer, ...]:
+        parts = zip(self.buffers, self._layout.layers, strict=True)
+        return tuple(_device_layer(self._device.info, buffer, part, i) for i, (buffer, part) in enumerate(parts))
 
     def _allocate(self, held: ExitStack) -> None:
         split, layout = self.split, self._layout
@@ -83,14 +85,14 @@ class DeviceWeights:
 
         self._table = buffer(layout.table.size, "embedding", "upload" if split.table_on_host else "device")
         self._head = None if layout.head is None else buffer(layout.head.size, "LM head")
-        slots = [buffer(layout.slot_bytes, f"slot {i}") for i in range(split.n_slots)]
+        self._slots = [buffer(layout.slot_bytes, f"slot {i}") for i in range(split.n_slots)]
         self.buffers: list[Buffer] = []  # where each layer lies when it runs
         self._pinned: dict[int, Buffer] = {}
         for i, part in enumerate(layout.layers):
             if i not in split.streamed:
                 self.buffers.append(buffer(part.size, f"layer {i}"))
                 continue
-            self.buffers.append(slots[split.slot(i)])
+            self.buffers.append(self._slots[split.slot(i)])
             if split.pinned:
                 self._pinned[i] = buffer(part.size, f"layer {i}, host", "upload")
 
@@ -111,13 +113,52 @@ class DeviceWeights:
         return tuple(dict.fromkeys(b for b in (*self.buffers, *others) if b.kind == "device"))
 
     def send(self, i: int) -> None:
-        """Let layer i be copied into its slot, behind the submitted work that uses the slot."""
+        """Let layer i be copied into its slot, behind the submitted work that uses the slot.
+
+        Raises:
+            WeightsError: it is read from a file that has changed, or cannot be read.
+        """
         size = self._layout.layers[i].size
-        if self._again is None:
+        if self._source is None:
             self._device.transfer(self._pinned[i][:size], self.buffers[i][:size])
         else:
             self._again.load(_jobs(self._layout.layers[i], self.buffers[i]), flush=False)
+            self._source.check_unchanged()  # behind the reading, so that nothing changed goes unnoticed
         self.bytes_sent += size
+
+    def move_out(self, chosen: Sequence[int]) -> int:
+        """Stream these layers, too, from now on; bytes of device memory that this freed.
+
+        The host gets the very bytes that the device has, unless streamed layers are read from the disk. Where there are
+        no slots yet, the memory of the layers themselves becomes the slots. What was recorded before must not run any
+        more.
+        """
+        layout, own = self._layout, []
+        for i in chosen:
+            if self.split.pinned:
+                self._pinned[i] = self._copied_out(i)
+            own.append(self.buffers[i])
+        fitting = [buffer for buffer in own if buffer.size == layout.slot_bytes]
+        new_slots = fitting[: max(0, SLOTS - len(self._slots))]
+        self._slots += new_slots
+        streamed = tuple(sorted((*self.split.streamed, *chosen)))
+        self.split = replace(self.split, streamed=streamed, n_slots=len(self._slots))
+        for i in streamed:
+            self.buffers[i] = self._slots[self.split.slot(i)]
+        self.layers = self._views()
+        freed = [buffer for buffer in own if buffer not in new_slots]
+        for buffer in freed:
+            buffer.release()
+        return sum(buffer.size for buffer in freed)
+
+    def _copied_out(self, i: int) -> Buffer:
+        size = self._layout.layers[i].size
+        kept = self._device.create_buffer(size, "upload", f"layer {i}, host")
+        self._held.callback(kept.release)
+        for start in range(0, size, PIECE):
+            part = self.buffers[i][start : min(start + PIECE, size)]
+            kept.write(self._device.download(part), start)
+        return kept
 
     def release(self) -> None:
         """Give the memory back; may be called twice."""

@@ -58,6 +58,7 @@ class SafetensorsFile:
         self.path = path
         self._lock = threading.Lock()
         self._file = open_regular(path, error=WeightsError)
+        self.stamp = self._stamp()  # to tell whether it is still what was checked
         try:
             self.tensors: Mapping[str, StoredTensor] = MappingProxyType(self._read_header())
             self._ask_library()
@@ -68,6 +69,18 @@ class SafetensorsFile:
     def close(self) -> None:
         """Close the file; reading afterwards is an error."""
         self._file.close()
+
+    def check_unchanged(self) -> None:
+        """Raise WeightsError where the open file was written to since its header was read.
+
+        One that was replaced, as programs do that rename a new file over it, stays what it was as long as it is open.
+        """
+        if self._stamp() != self.stamp:
+            raise WeightsError(f"{self.path} was changed while it was in use; leave it alone, and start again")
+
+    def _stamp(self) -> tuple[int, int, int, int]:
+        status = os.fstat(self._file.fileno())
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer`, a flat view of bytes, with the file's bytes from `offset` on."""

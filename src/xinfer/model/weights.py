@@ -62,8 +62,23 @@ class ModelWeights:
         self._files = {file.path: file for file in files}
 
     def reopen(self) -> ModelWeights:
-        """The same checkpoint, opened once more; both have to be closed."""
-        return type(self).open(self.folder, config=self.config)
+        """The same checkpoint, opened once more; both have to be closed.
+
+        Raises:
+            WeightsError: it is not the same any more.
+        """
+        again = type(self).open(self.folder, config=self.config)
+        if {path: file.stamp for path, file in self._files.items()} != {
+            path: file.stamp for path, file in again._files.items()
+        }:
+            again.close()
+            raise WeightsError(f"the files in {self.folder} were replaced while they were in use; start again")
+        return again
+
+    def check_unchanged(self) -> None:
+        """Raise WeightsError where one of the open files was written to since it was opened."""
+        for file in self._files.values():
+            file.check_unchanged()
 
     def first_layers(self, n: int) -> ModelWeights:
         """The same open files as a model of the first n layers alone. This one closes them."""

@@ -1,0 +1,144 @@
+"""The system takes memory back while a model runs: layers are moved out, and the answer is the same to the last bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from tests.conftest import CheckpointFactory
+
+import build_shaders
+from xinfer.gpu.api import Device, MemoryStatus
+from xinfer.gpu_model import QwenModel, watch
+from xinfer.gpu_model import model as model_module
+from xinfer.gpu_model.layout import RESIDENT, Split
+from xinfer.gpu_model.watch import BudgetWatch, layers_to_move
+from xinfer.model.synthetic import SyntheticSpec
+from xinfer.model.weights import ModelWeights
+
+SPEC = SyntheticSpec(num_hidden_layers=6, hidden_size=64, dtype="float16")
+IDS = [int(i) for i in np.random.default_rng(8).integers(0, 384, 12)]
+TAKEN_AT = 5  # tokens before the budget shrinks
+
+
+@pytest.fixture(autouse=True)
+def _always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is asked at every step; prompts go in one piece, however slow it is."""
+    build_shaders.build()
+    monkeypatch.setattr(model_module, "FIRST_CHUNK", 64)
+    monkeypatch.setattr(model_module, "CHUNK_SECONDS", 1e6)
+    monkeypatch.setattr(watch, "EVERY_S", 0.0)
+
+
+@pytest.fixture
+def exceed(device: Device, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """From now on this many bytes are in use beyond the budget, less what is given back."""
+
+    def by(excess: int) -> None:
+        real = device.memory
+        start = real().ours
+        host: list[int] = []  # on software devices what goes to the host is the device's, too
+
+        create = device.create_buffer
+
+        def noted(size: int, kind: str = "device", label: str = "") -> object:
+            host.append(size if kind == "upload" else 0)
+            return create(size, kind, label)  # type: ignore[arg-type]
+
+        def memory() -> MemoryStatus:
+            device.collect()  # type: ignore[attr-defined]
+            used = real().ours - sum(host)
+            return MemoryStatus(budget=start - excess, used=used, ours=used)
+
+        monkeypatch.setattr(device, "create_buffer", noted)
+        monkeypatch.setattr(device, "memory", memory)
+
+    return by
+
+
+@pytest.mark.parametrize(("more", "moved"), [(1, 3), (2, 4), (100, 6)])
+@pytest.mark.parametrize("before", [RESIDENT, Split(streamed=(2,), n_slots=1)])
+def test_the_answer_goes_on_with_fewer_layers_resident(
+    device: Device,
+    checkpoint: CheckpointFactory,
+    exceed: Callable[[int], None],
+    caplog: pytest.LogCaptureFixture,
+    before: Split,
+    more: int,
+    moved: int,
+) -> None:
+    with ModelWeights.open(checkpoint(SPEC)) as weights:
+        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+            cache = model.make_cache(60)
+            model.extend(IDS[:-1], cache)
+            expected = list(model.greedy(IDS[-1], cache, limit=30))
+            logits = model.forward(IDS, last_only=True)
+        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+            layer = model.plan.layout.slot_bytes
+            cache = model.make_cache(60)
+            model.extend(IDS[:-1], cache)
+            tokens = model.greedy(IDS[-1], cache, limit=30)
+            found = [next(tokens) for _ in range(TAKEN_AT)]
+            exceed(more * layer - 100)
+            with caplog.at_level(logging.WARNING, "xinfer"):
+                found += list(tokens)
+            again = model.forward(IDS, last_only=True)
+            assert len(model.plan.split.streamed) == moved
+            assert model.plan.split.n_slots == 2
+    assert found == expected
+    assert np.array_equal(again, logits)
+    said = [record.getMessage() for record in caplog.records]
+    assert "layers were moved to the host's memory" in said[0]
+    assert len(said) == (1 if more < 100 else 2), said
+    assert more < 100 or "no layer can be moved out" in said[1]
+
+
+def test_layers_that_are_read_from_the_disk_are_not_copied_out(
+    device: Device, checkpoint: CheckpointFactory, exceed: Callable[[int], None]
+) -> None:
+    split = Split(streamed=(0, 3), n_slots=2, pinned=False)
+    with ModelWeights.open(checkpoint(SPEC)) as weights, QwenModel.load(weights, device, split=split) as model:
+        expected = model.forward(IDS, last_only=True)
+        exceed(2 * model.plan.layout.slot_bytes)
+        assert np.array_equal(model.forward(IDS, last_only=True), expected)
+        assert len(model.plan.split.streamed) == 4
+        assert not model._weights._pinned
+
+
+def test_a_budget_that_suffices_moves_nothing(
+    device: Device, checkpoint: CheckpointFactory, exceed: Callable[[int], None]
+) -> None:
+    with ModelWeights.open(checkpoint(SPEC)) as weights, QwenModel.load(weights, device) as model:
+        exceed(0)
+        model.forward(IDS, last_only=True)
+        assert model.plan.split == RESIDENT
+
+
+def test_the_driver_is_asked_now_and_then(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "EVERY_S", 0.25)
+    now, asked = [0.0], []
+
+    def memory() -> MemoryStatus:
+        asked.append(now[0])
+        return MemoryStatus(budget=10, used=12, ours=12)
+
+    monkeypatch.setattr(device, "memory", memory)
+    budget = BudgetWatch(device, clock=lambda: now[0])
+    found = []
+    for tick in range(1000):
+        now[0] = tick / 1000
+        found.append(budget.excess())
+    assert len(asked) == 3
+    assert sum(found) == 6
+
+
+def test_which_layers_are_moved() -> None:
+    """Worked by hand: slots come first and free nothing; far from what is streamed already."""
+    even = [10] * 8
+    assert layers_to_move(RESIDENT, even, 10) == [0, 2, 4]  # 0 and 4 become slots
+    assert layers_to_move(Split(streamed=(0, 4), n_slots=2), even, 11) == [2, 6]
+    assert layers_to_move(RESIDENT, [10, 10], 5) == []
+    assert layers_to_move(RESIDENT, [9, 10, 9, 10, 9, 9], 9) == [1, 3, 5]
+    assert layers_to_move(Split(streamed=tuple(range(8)), n_slots=2), even, 5) == []
