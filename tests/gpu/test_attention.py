@@ -12,7 +12,8 @@ from tests.gpu.op_bench import DTYPES, UNIT, Array, Bench, Output, assert_close,
 
 from xinfer import ops
 from xinfer.model import reference
-from xinfer.ops._attention import attention_candidates, is_coop, is_tiled
+from xinfer.ops._attention import attention_candidates, attention_trips, is_coop, is_tiled
+from xinfer.ops._base import MAX_TRIPS
 from xinfer.shaders.catalog import ATTENTION_SPLITS_MAX, ATTENTION_TILED_SPLITS_MAX, Variant, variants
 
 VARIANTS = [v for v in variants().values() if v.op == "attention" and ".combine" not in v.id]
@@ -341,9 +342,21 @@ def test_prefill_of_two_sequences_in_one_tile(bench: Bench, variant: Variant) ->
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "expected"), [(64, "prefill64"), (80, "prefill128"), (160, "decode"), (6, "plain")]
+    ("head_dim", "expected", "on_matrix_cores"),
+    [
+        *((64, "prefill64", "coop64.split"), (80, "prefill128", "coop128.split")),
+        *((160, "decode", "decode"), (6, "plain", "plain")),
+    ],
 )
-def test_chosen_for_many_rows(bench: Bench, head_dim: int, expected: str) -> None:
+def test_chosen_for_many_rows(bench: Bench, head_dim: int, expected: str, on_matrix_cores: str) -> None:
     case = Case([(0, i) for i in range(20)], heads=(2, 1), head_dim=head_dim, cache_format="f16")
-    assert first_choice(bench, case) == f"attention.f16.{expected}"
+    cores = bench.kernels.usable("attention.f16.coop64.split")
+    assert first_choice(bench, case) == f"attention.f16.{on_matrix_cores if cores else expected}"
     check(bench, case)
+
+
+def test_long_contexts_are_not_split_on_matrix_cores() -> None:
+    """Loops of so few iterations come to an end everywhere; splits would have to be put together."""
+    for dim in (64, 128):
+        trips = attention_trips(f"attention.f16.coop{dim}.half", head_dim=dim, max_keys=131_072, n_splits=1)
+        assert trips < MAX_TRIPS

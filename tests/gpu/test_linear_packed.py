@@ -61,12 +61,14 @@ def test_pack_rows(bench: Bench, variant: str, n: int, width: int) -> None:
 
 
 def test_rows_of_zeros_and_the_smallest_numbers(bench: Bench) -> None:
-    if bench.device.info.api == "d3d12":
-        pytest.skip("Direct3D 12 makes subnormal numbers 0, and has no use for packed rows: no matrix cores")
-    x = np.array([[0, 0], [1e-38, -1e-38], [2.0**-126, 0]], np.float32)
+    """Subnormal numbers may become 0: Vulkan lets them, Direct3D 12 makes them so."""
+    smallest = 2.0**-126
+    x = np.array([[0, 0], [smallest / 2, 0], [3 * smallest, -2 * smallest]], np.float32)
     scales, (high, low) = unpacked(bench, pack(bench, x))
     assert np.isfinite(scales).all()
-    assert_close((high + low)[:3, :2] * scales[:3, None], x, 1e-42)
+    found = (high + low)[:3, :2] * scales[:3, None]
+    assert_close(found[[0, 2]], x[[0, 2]], 0.0)
+    assert found[1].tolist() in ([0, 0], x[1].tolist())
 
 
 @pytest.mark.parametrize("form", ["plain", "wave"])

@@ -265,8 +265,8 @@ def has_half_weights(variant_id: str) -> bool:
 
 def _coop_trips(variant: Variant, keys: int) -> int:
     queries = 16 * variant.define("WAVES")
-    a_tile = 1 + 4 * variant.define("KEYS")  # every unrolled loop counted as if it were not
-    return queries * 4 * queries + (ceil_div(keys, variant.define("KEYS")) + 2 * queries) * a_tile
+    sequences = 4 * queries * queries  # at worst, every row of another one; what is done to a tile is unrolled
+    return sequences + ceil_div(keys, variant.define("KEYS")) + 2 * queries + 2 * variant.define("DIM_MAX")
 
 
 def _values(variant: Variant) -> int:
