@@ -41,7 +41,7 @@ def emulated(variant: Variant) -> Variant:
 
 
 @functools.cache
-def _code(variant: Variant) -> KernelCode:
+def code(variant: Variant) -> KernelCode:
     return KernelCode(
         id=variant.id,
         spirv=build_shaders.compile_variant(variant),
@@ -59,5 +59,5 @@ def emulate(bench: Bench, variant: Variant, patch: pytest.MonkeyPatch) -> Varian
     known = {**variants(), variant.id: plain}
     for module in (_attention, _base, _packed):
         patch.setattr(module, "variants", lambda: known)
-    patch.setitem(bench.kernels._kernels, variant.id, bench.device.create_kernel(_code(plain)))
+    patch.setitem(bench.kernels._kernels, variant.id, bench.device.create_kernel(code(plain)))
     return plain

@@ -14,7 +14,8 @@ from xinfer.model.config import Qwen2Config
 from xinfer.trials import expected
 from xinfer.trials.judge import OFF_SCALE, Expected, judge
 from xinfer.verify.culprit import Alone, Attempt, Diagnosis, Elsewhere, network_order, verdict
-from xinfer.verify.findings import Case, Finding, finding
+from xinfer.verify.findings import LAYER_OPS, Case, Finding, finding
+from xinfer.verify.layers import JUDGES
 from xinfer.verify.page import as_page
 from xinfer.verify.recorded import Difference
 from xinfer.verify.report import Verified, as_dict, as_text
@@ -187,3 +188,9 @@ def test_the_page_is_one_well_formed_file_with_a_cell_for_every_number() -> None
     assert "layer 0, attn: not run by itself" in titles
     red = [cell for cell in pictures[1].iter("rect") if cell.get("fill") == "#c62f3b"]
     assert len(red) == 1
+
+
+def test_every_phase_of_a_layer_has_a_judge_and_a_place_in_reports() -> None:
+    """Packed forms are recorded where there are matrix cores only."""
+    assert set(JUDGES) == set(LAYER_OPS)
+    assert len(set(LAYER_OPS)) == len(LAYER_OPS)

@@ -12,8 +12,11 @@ from xinfer.trials.base import Trial
 from xinfer.trials.judge import Expected, Judgement, judge
 
 # In the network's order; reports show them so. Not every pass has all of them: fused ones stand for several.
-LAYER_OPS = (*("input_ln", "qkv", "rope", "append", "attn", "o", "post_ln", "gate_up", "swiglu", "down", "pack"),)
-END_OPS = ("embed", "norm", "logits", "argmax")
+LAYER_OPS = (
+    *("input_ln", "input_ln_pack", "qkv", "rope", "append", "attn", "o"),
+    *("post_ln", "post_ln_pack", "gate_up", "swiglu", "swiglu_pack", "down", "pack"),
+)
+END_OPS = ("embed", "norm", "norm_pack", "pack", "logits", "argmax")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

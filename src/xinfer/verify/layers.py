@@ -58,27 +58,11 @@ class LayerJudge:
     def __call__(self, label: str, used: tuple[str, ...]) -> None:
         """Judge the phase that has run."""
         kind = label.rpartition(".")[2]
-        judges = {
-            "input_ln": self._norm,
-            "post_ln": self._norm,
-            "pack": self._pack,
-            "input_ln_pack": self._norm_pack,
-            "post_ln_pack": self._norm_pack,
-            "swiglu_pack": self._swiglu_pack,
-            "qkv": self._project,
-            "rope": self._rope,
-            "append": self._append,
-            "attn": self._attention,
-            "o": self._add_product,
-            "down": self._add_product,
-            "gate_up": self._gate_and_up,
-            "swiglu": self._swiglu,
-        }
-        if kind not in judges:
+        if kind not in JUDGES:
             raise LookupError(
                 f"no judge for the phase {label!r}: say in verify/layers.py what the reference makes of it"
             )
-        judges[kind](kind, used)
+        JUDGES[kind](self, kind, used)
         self._seen.add(kind.removesuffix("_pack"))
 
     @property
@@ -327,6 +311,24 @@ class LayerJudge:
 
     def _turns(self) -> tuple[Array, Array]:
         return rope_tables(self.run.config, np.arange(self._at.end))
+
+
+JUDGES: dict[str, Callable[[LayerJudge, str, tuple[str, ...]], None]] = {
+    "input_ln": LayerJudge._norm,
+    "input_ln_pack": LayerJudge._norm_pack,
+    "qkv": LayerJudge._project,
+    "rope": LayerJudge._rope,
+    "append": LayerJudge._append,
+    "attn": LayerJudge._attention,
+    "o": LayerJudge._add_product,
+    "post_ln": LayerJudge._norm,
+    "post_ln_pack": LayerJudge._norm_pack,
+    "gate_up": LayerJudge._gate_and_up,
+    "swiglu": LayerJudge._swiglu,
+    "swiglu_pack": LayerJudge._swiglu_pack,
+    "down": LayerJudge._add_product,
+    "pack": LayerJudge._pack,
+}
 
 
 def _sums(used: tuple[str, ...], made: Array) -> list[Trial]:
