@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
+from xinfer.errors import RequestError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model import KVType, Mode, QwenModel, check_memory_options
 from xinfer.model.reference import ReferenceModel
@@ -191,6 +192,7 @@ class LLM:
         canary: bool = False,
     ) -> None:
         started = time.perf_counter()
+        _check_types(device, progress, exact=exact, canary=canary)
         self.checkpoint = Checkpoint(model)
         self.context = check_context(context, self.checkpoint.config)
         self._progress = progress
@@ -218,12 +220,12 @@ class LLM:
 
         A few steps are run and timed; not on software devices, where they take long.
         """
-        loaded = self._loaded.loaded
-        if not isinstance(loaded.model, QwenModel):
+        self._engine.check_usable()
+        if self.device == CPU:
             return None
         if self.is_software:
-            return loaded.model.plan.chosen
-        return f"{loaded.model.plan.chosen}; about {1 / self._loaded.token_seconds():,.1f} tok/s"
+            return self._loaded.chosen()
+        return f"{self._loaded.chosen()}; about {1 / self._loaded.token_seconds():,.1f} tok/s"
 
     def generate(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **overrides: Any
@@ -448,6 +450,17 @@ def load_model(
         with suppress(ResourceWarning):  # of a device that hangs; what went wrong is to be told
             opened.close()
         raise
+
+
+def _check_types(device: object, progress: object, **switches: object) -> None:
+    """Raise RequestError where an argument's type says that something else was meant: "no" would be true."""
+    if not isinstance(device, str):
+        raise RequestError(f"device={device!r}; expected text: auto, cpu, vulkan or part of an adapter's name")
+    if progress is not None and not callable(progress):
+        raise RequestError(f"progress={progress!r}; expected a function of (stage, done, total), or None")
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise RequestError(f"{name}={value!r}; expected True or False")
 
 
 def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:

@@ -221,14 +221,20 @@ def quarantine_path() -> Path:
         return Path(named)
     try:
         if sys.platform == "win32":
-            base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+            base = _named("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
         elif sys.platform == "darwin":
             base = Path.home() / "Library" / "Application Support"
         else:
-            base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+            base = _named("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     except RuntimeError:  # no home
         base = Path(tempfile.gettempdir())
     return base / "xinfer" / "quarantine.json"
+
+
+def _named(variable: str) -> Path | None:
+    """The folder that a variable names; None where it depends on the current one, which XDG wants to be ignored."""
+    named = Path(os.environ.get(variable, ""))
+    return named if named.is_absolute() else None
 
 
 def describe(info: DeviceInfo, entries: list[Entry]) -> str:

@@ -174,6 +174,10 @@ class RecoveringModel(Generic[L]):
                     token, left = chosen, left - 1
                     yield chosen
 
+    def chosen(self) -> str:
+        """For people: which layers stay on the device."""
+        return self._run("a step", lambda model: model.plan.chosen)
+
     def token_seconds(self) -> float:
         """As `QwenModel.token_seconds`."""
         return self._run("a step", lambda model: model.token_seconds())
@@ -226,9 +230,15 @@ class RecoveringModel(Generic[L]):
             raise DeviceError("the model is closed; open it again")
         if self._loaded is None:
             self._loaded = self._load(self._info, len(self.losses) >= MARKED_FROM)
-            if self._loaded.device is not None:
-                self._info = self._loaded.device.info
-                self._canary = self._hatch(self._loaded.model)
+            try:
+                if self._loaded.device is not None:
+                    self._info = self._loaded.device.info
+                    self._canary = self._hatch(self._loaded.model)
+            except DeviceLostError:
+                raise  # it is noted before all is let go
+            except BaseException:
+                self._drop()  # nobody may go on without the canary that was asked for
+                raise
         model: QwenModel = self._loaded.model
         return model
 

@@ -10,7 +10,8 @@ import pytest
 from tests.conftest import CheckpointFactory
 
 import build_shaders
-from xinfer.gpu.api import Device, MemoryStatus
+from xinfer.errors import OutOfMemoryError
+from xinfer.gpu.api import Buffer, BufferKind, Device, MemoryStatus
 from xinfer.gpu_model import QwenModel, watch
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.layout import RESIDENT, Split
@@ -105,6 +106,34 @@ def test_layers_that_are_read_from_the_disk_are_not_copied_out(
         assert np.array_equal(model.forward(IDS, last_only=True), expected)
         assert len(model.plan.split.streamed) == 4
         assert not model._weights._pinned
+
+
+def test_a_host_without_room_for_all_of_them_gets_none(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither do copies of the first of them pile up, an attempt after the other; the answer is the same."""
+    with ModelWeights.open(checkpoint(SPEC)) as weights, QwenModel.load(weights, device) as model:
+        expected = model.forward(IDS, last_only=True)
+        excess = 2 * model.plan.layout.slot_bytes
+        monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=1000, used=1000 + excess, ours=1000))
+        create, left, copies = device.create_buffer, [2], list[Buffer]()
+
+        def scarce(size: int, kind: BufferKind = "device", label: str = "") -> Buffer:
+            if kind != "upload":
+                return create(size, kind, label)
+            left[0] -= 1
+            if left[0] < 0:
+                left[0] = 2
+                raise OutOfMemoryError("the host has no more", needed=size, free=0)
+            copies.append(create(size, kind, label))
+            return copies[-1]
+
+        monkeypatch.setattr(device, "create_buffer", scarce)
+        for _ in range(4):
+            assert np.array_equal(model.forward(IDS, last_only=True), expected)
+        assert len(copies) >= 8
+        assert all(buffer.released for buffer in copies)  # type: ignore[attr-defined]
+        assert model.plan.split == RESIDENT
 
 
 def test_a_budget_that_suffices_moves_nothing(

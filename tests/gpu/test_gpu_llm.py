@@ -129,7 +129,7 @@ def test_streamed_layers_give_the_same_text(shared_device: Device) -> None:
     ("option", "message"),
     [
         ({"mode": "paged"}, "mode='paged'; expected one of auto, resident, streaming"),
-        ({"vram_budget": 0}, "vram_budget=0; expected a number of bytes"),
+        ({"vram_budget": 0}, "vram_budget=0; expected a whole number of bytes, 1 or more"),
     ],
 )
 def test_memory_options_are_checked(option: dict[str, Any], message: str) -> None:

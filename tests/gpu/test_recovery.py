@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.conftest import CheckpointFactory
 from tests.gpu.faults import Fault, Kind, Plan, planned, spread
 
 import build_shaders
 from xinfer import LLM, gpu, recovery
-from xinfer.errors import DeviceHungError, DeviceLostError
+from xinfer.errors import DeviceHungError, DeviceLostError, NumericalError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel, model
 from xinfer.gpu_model.canary import _close
@@ -416,6 +417,23 @@ def test_what_the_canary_takes_for_close(garbage: float) -> None:
     assert _close(values * np.float32(1.001), values)
     assert not _close(np.array([1.0, garbage, 3.0], np.float32), values)
     assert not _close(np.array([garbage] * 3, np.float32), values)
+
+
+def test_weights_that_are_damaged_are_not_the_devices_fault(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference makes no number of them, either: nothing is lost, and nothing is loaded again."""
+    damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
+    path = damaged / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][:] = np.nan
+    save_file(tensors, path)
+    with (
+        planned(monkeypatch) as plan,
+        pytest.raises(NumericalError, match=r"first in the output of layers\.1: .* the weights are damaged"),
+    ):
+        LLM(damaged, device="vulkan", canary=True)
+    assert len(plan.devices) == 1
 
 
 def test_the_canary_outlives_a_cache_that_grows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,20 @@ def test_errors_are_json_too_where_json_was_asked_for(folder: Path) -> None:
     assert "quantum" in value["error"]["message"]
 
 
-@pytest.mark.parametrize("arguments", [("generate", "--nope"), ("nope",), ("generate", "--max-tokens", "0", "x")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", "--nope"),
+        ("nope",),
+        ("generate", "--max-tokens", "0", "x"),
+        ("inspect", "--vram-budget", "8GB"),
+        ("inspect", "--vram-budget", ""),
+        ("inspect", "--mode", "streaming"),
+        ("inspect", "--kv-cache", "f32"),
+        ("doctor", "--time-limit", "inf"),
+        ("doctor", "--time-limit", "nan"),
+    ],
+)
 def test_wrong_usage_is_exit_status_2(arguments: Sequence[str]) -> None:
     run(*arguments, status=2)
 

@@ -10,7 +10,7 @@ import typer
 
 from xinfer import llm
 from xinfer.cli.app import main
-from xinfer.cli.options import byte_count
+from xinfer.cli.options import LARGEST_SIZE, byte_count
 from xinfer.errors import RequestError
 
 
@@ -30,6 +30,11 @@ from xinfer.errors import RequestError
 )
 def test_sizes(text: str | None, expected: int | None) -> None:
     assert byte_count(text) == expected
+
+
+def test_sizes_beyond_reason_are_as_good_as_no_limit() -> None:
+    for text in ("9" * 400, "9" * 5000 + "TiB", "99999999999999999999GB"):
+        assert byte_count(text) == LARGEST_SIZE
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5x", "-1GB", "1e9", "8 GB free", "1,5GB", "nan"])

@@ -183,6 +183,8 @@ class FakeDevice:
         (OutOfMemoryError("too little memory"), SKIPPED, "too little"),
         (MemoryError(), SKIPPED, "too little"),
         (ValueError("shapes"), BROKEN, "ValueError: shapes"),
+        (OverflowError("infinity"), BROKEN, "OverflowError: infinity"),
+        (AttributeError("no such name"), BROKEN, "AttributeError: no such name"),
     ],
 )
 def test_what_becomes_of_errors(monkeypatch: pytest.MonkeyPatch, error: Exception, outcome: str, detail: str) -> None:

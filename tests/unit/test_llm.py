@@ -271,10 +271,31 @@ def test_after_close_everything_says_so(folder: Path) -> None:
         lambda: llm.chat("x"),
         lambda: next(stream),
         llm.conversation,
+        llm.chosen,
         lambda: list(talk.send("x")),
     ):
         with pytest.raises(RequestError, match="the model is closed"):
             use()
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ({"exact": "no"}, "exact='no'; expected True or False"),
+        ({"canary": 1}, "canary=1; expected True or False"),
+        ({"device": None}, "device=None; expected text: auto, cpu"),
+        ({"device": b"cpu"}, "device=b'cpu'; expected text: auto, cpu"),
+        ({"progress": 5}, r"progress=5; expected a function of \(stage, done, total\)"),
+        ({"vram_budget": "8GB"}, "vram_budget='8GB'; expected a whole number of bytes"),
+        ({"vram_budget": 8e9}, r"vram_budget=8000000000\.0; expected a whole number of bytes"),
+        ({"vram_budget": True}, "vram_budget=True; expected a whole number of bytes"),
+        ({"vram_budget": float("nan")}, "vram_budget=nan; expected a whole number of bytes"),
+        ({"mode": ["auto"]}, r"mode=\['auto'\]; expected one of auto"),
+    ],
+)
+def test_options_of_another_type_are_refused(folder: Path, option: dict[str, Any], expected: str) -> None:
+    with pytest.raises(RequestError, match=expected):
+        LLM(folder, **{"device": "cpu", **option})
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about forks with threads

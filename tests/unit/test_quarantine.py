@@ -14,6 +14,7 @@ import pytest
 
 from xinfer import quarantine
 from xinfer.errors import DeviceError
+from xinfer.gpu import _disk
 from xinfer.gpu.null import INFO
 from xinfer.quarantine import Quarantine, describe
 
@@ -170,9 +171,21 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert quarantine.quarantine_path() == tmp_path / "xinfer" / "quarantine.json"
-    monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert quarantine.quarantine_path() == tmp_path / ".local" / "state" / "xinfer" / "quarantine.json"
+    for relative in ("", "state", "./state", "~/state"):
+        monkeypatch.setenv("XDG_STATE_HOME", relative)
+        assert quarantine.quarantine_path() == tmp_path / ".local" / "state" / "xinfer" / "quarantine.json"
+
+
+def test_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A relative folder would be another one in each place that the command is run from."""
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for relative in ("", "cache", "./cache", "~/cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert _disk.cache_folder("pipelines") == tmp_path / ".cache" / "xinfer" / "pipelines"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert _disk.cache_folder("pipelines") == tmp_path / "xinfer" / "pipelines"
 
 
 def test_the_line_for_people_names_the_variants(kept: Quarantine) -> None:

@@ -30,6 +30,7 @@ def doctor(
         float | None,
         typer.Option(
             min=1,
+            max=86_400,
             metavar="SECONDS",
             help="For each kernel's process.",
             show_default="60; a software driver's 300; with --deep, five times that",

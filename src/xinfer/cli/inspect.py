@@ -36,6 +36,11 @@ def inspect(
     """
     from xinfer.inspection import inspect_model, predict_model, render_inspection, render_prediction
 
+    if device is None:
+        budget_given = vram_budget is not None
+        for name, given in (("mode", mode != "auto"), ("kv-cache", kv_cache != "f16"), ("vram-budget", budget_given)):
+            if given:
+                raise typer.BadParameter("it is for a prediction; add --device", param_hint=f"--{name}")
     folder = resolve(model)
     report = inspect_model(folder, context=context)
     if device is not None:

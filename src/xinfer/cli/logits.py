@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +10,7 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars, resolve, warn_of_software
 from xinfer.cli.output import say
+from xinfer.cli.writing import check_target, replacing
 from xinfer.errors import ContextLengthError, NumericalError, RequestError
 
 
@@ -34,8 +34,7 @@ def logits(
         raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
     if out.suffix != ".npy":
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
-    if not out.parent.is_dir() or out.is_dir():
-        raise RequestError(f"--out {out} is a folder, or lies in none; expected a file name in a folder that exists")
+    check_target(out, "--out")
     given: dict[str, Any] = {"device": device, "kv_cache": kv_cache, "exact": exact}
     with progress_bars() as progress, load_model(resolve(model), **given, progress=progress) as loaded:
         warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
@@ -50,13 +49,6 @@ def logits(
                 "are damaged, or the device computed wrongly: try --device cpu"
             )
         source = loaded.device_name if loaded.device is None else f"{loaded.device_name}, KV cache in {kv_cache}"
-    partial = out.parent / f".xinfer-{os.getpid()}.partial"
-    try:
-        with partial.open("wb") as file:
-            np.save(file, values)
-        partial.replace(out)
-    except OSError as error:
-        raise RequestError(f"{out} cannot be written: {error.strerror or error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(out) as file:
+        np.save(file, values)
     say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {source}")

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 CHECKPOINT = "the checkpoint's"  # where the default of a sampling value comes from
+LARGEST_SIZE = 2**63  # bytes: more than there is anywhere
 
 Model = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="Folder or hub name; 'demo' is the bundled model.")
@@ -123,7 +124,7 @@ def byte_count(size: str | None) -> int | None:
         raise typer.BadParameter(f"{size!r}; expected a size such as 8GB, 7.5GiB or 500MB", param_hint="--vram-budget")
     number, prefix, binary = found.groups()
     unit: int = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
-    return round(float(number) * unit)
+    return round(min(float(number) * unit, LARGEST_SIZE))  # enough digits are infinity
 
 
 def sampling_values(ctx: typer.Context) -> dict[str, Any]:

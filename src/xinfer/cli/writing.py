@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from xinfer.cli.output import say
 from xinfer.errors import RequestError
@@ -32,11 +35,28 @@ def write_report(path: Path, text: str, what: str) -> bool:
 
 def write_file(path: Path, text: str) -> None:
     """Write text as UTF-8."""
+    with replacing(path) as file:
+        file.write(text.encode("utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when all is written.
+
+    What is no plain file is written to and stays what it is: root could put a file in the place of /dev/null.
+
+    Raises:
+        RequestError: it cannot be written.
+    """
     partial = path.parent / f".xinfer-{os.getpid()}.partial"
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with (path if in_place else partial).open("wb") as file:
+            yield file
+        if not in_place:
+            partial.replace(path)
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        if not in_place:
+            partial.unlink(missing_ok=True)

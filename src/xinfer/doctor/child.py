@@ -101,7 +101,14 @@ def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
         return {"outcome": LOST, "detail": str(reason) if reason.lost else str(error)}
     except (OutOfMemoryError, MemoryError) as error:  # no fault of the kernel
         return {"outcome": SKIPPED, "detail": str(error) or "too little memory", "short": True}
-    except (LookupError, TypeError, ValueError, AssertionError) as error:  # a fault of ours, not of the kernel
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AssertionError,
+        ArithmeticError,
+        AttributeError,
+    ) as error:  # a fault of ours, not of the kernel
         return {"outcome": BROKEN, "detail": f"{type(error).__name__}: {error}"}
     except DeviceError as error:
         return {"outcome": HUNG if STILL_RUNS in str(error) else REFUSED, "detail": str(error)}

@@ -20,8 +20,9 @@ def cache_folder(name: str) -> Path | None:
     variable, below = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Library/Caches")}.get(
         sys.platform, ("XDG_CACHE_HOME", ".cache")
     )
-    base = os.environ.get(variable) or (str(home / below) if home else None)
-    return Path(base) / "xinfer" / name if base else None
+    named = Path(os.environ.get(variable, ""))
+    base = named if named.is_absolute() else home and home / below  # a relative one is to be ignored (XDG)
+    return base / "xinfer" / name if base else None
 
 
 def read(path: Path | None, magic: bytes, largest: int) -> bytes | None:

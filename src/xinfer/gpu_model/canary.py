@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xinfer.errors import DeviceLostError, Loss
+from xinfer.errors import DeviceLostError, Loss, NumericalError
 from xinfer.gpu.api import Buffer, Recording
 from xinfer.gpu_model.forward import Array, Network, Pass
 from xinfer.gpu_model.steps import STEP, Steps
@@ -39,6 +39,12 @@ class Canary:
         config = steps.config
         self._steps = steps
         self._names = [f"layers.{i}" for i in range(config.num_hidden_layers)] + ["logits"]
+        for name, values in zip(self._names, expected, strict=True):
+            if not np.isfinite(values).all():
+                raise NumericalError(
+                    f"the reference makes a NaN or an infinity of the canary's tokens, first in the output of {name}: "
+                    "nothing can be held against that; the weights are damaged, or go beyond float32"
+                )
         self._widths = [config.hidden_size] * config.num_hidden_layers + [config.vocab_size]
         self._network: Network | None = None  # what the recording and the sums belong to
         self._recording: Recording | None = None
@@ -47,8 +53,12 @@ class Canary:
         self._ids = canary_ids(config.vocab_size)
         self._values = list(expected)
         self._sums: list[int] = []
-        self._fill_cache()
-        self.check()
+        try:
+            self._fill_cache()
+            self.check()
+        except BaseException:
+            self.release()
+            raise
 
     def check(self) -> None:
         """Run the token again. Raises DeviceLostError that names the first layer whose output is another one."""

@@ -119,8 +119,10 @@ def check_memory_options(kv_cache: str, mode: str, vram_budget: int | None) -> N
     for name, value, known in (("kv_cache", kv_cache, KV_TYPES), ("mode", mode, MODES)):
         if value not in known:
             raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
-    if vram_budget is not None and vram_budget < 1:
-        raise RequestError(f"vram_budget={vram_budget}; expected a number of bytes")
+    if vram_budget is None:
+        return
+    if not isinstance(vram_budget, int) or isinstance(vram_budget, bool) or vram_budget < 1:
+        raise RequestError(f"vram_budget={vram_budget!r}; expected a whole number of bytes, 1 or more")
 
 
 def plan_for(

@@ -133,11 +133,9 @@ class DeviceWeights:
         no slots yet, the memory of the layers themselves becomes the slots. What was recorded before must not run any
         more.
         """
-        layout, own = self._layout, []
-        for i in chosen:
-            if self.split.pinned:
-                self._pinned[i] = self._copied_out(i)
-            own.append(self.buffers[i])
+        layout, own = self._layout, [self.buffers[i] for i in chosen]
+        if self.split.pinned:
+            self._pinned.update(self._copied_out(chosen))
         fitting = [buffer for buffer in own if buffer.size == layout.slot_bytes]
         new_slots = fitting[: max(0, SLOTS - len(self._slots))]
         self._slots += new_slots
@@ -151,14 +149,19 @@ class DeviceWeights:
             buffer.release()
         return sum(buffer.size for buffer in freed)
 
-    def _copied_out(self, i: int) -> Buffer:
-        size = self._layout.layers[i].size
-        kept = self._device.create_buffer(size, "upload", f"layer {i}, host")
-        self._held.callback(kept.release)
-        for start in range(0, size, PIECE):
-            part = self.buffers[i][start : min(start + PIECE, size)]
-            kept.write(self._device.download(part), start)
-        return kept
+    def _copied_out(self, chosen: Sequence[int]) -> dict[int, Buffer]:
+        """These layers in the host's memory: all of them, or none where that is too little."""
+        copies: dict[int, Buffer] = {}
+        with ExitStack() as made:
+            for i in chosen:
+                size = self._layout.layers[i].size
+                copies[i] = self._device.create_buffer(size, "upload", f"layer {i}, host")
+                made.callback(copies[i].release)
+                for start in range(0, size, PIECE):
+                    part = self.buffers[i][start : min(start + PIECE, size)]
+                    copies[i].write(self._device.download(part), start)
+            self._held.push(made.pop_all())
+        return copies
 
     def release(self) -> None:
         """Give the memory back; may be called twice."""
