@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from xinfer.errors import DeviceError
 from xinfer.gpu.null import INFO, NullDevice
 from xinfer.ops import KernelSet
 from xinfer.shaders.catalog import variants
@@ -41,3 +42,19 @@ def test_a_size_that_a_variant_names_counts() -> None:
     }
     assert kernels(max_workgroup_subgroups=lanes // 32, **limits).usable(variant.id)
     assert not kernels(max_workgroup_subgroups=lanes // 32 - 1, **limits).usable(variant.id)
+
+
+def test_an_op_that_has_no_kernel_left_is_named_with_the_reasons() -> None:
+    """And what to do."""
+    candidates = ["attention.f16.coop64.split", "attention.f16.plain"]
+    none = NullDevice(dataclasses.replace(INFO, features=frozenset()))
+    with pytest.raises(DeviceError) as caught:
+        KernelSet(none, quarantine=candidates[1:]).first_usable(candidates)
+    said = str(caught.value)
+    assert "has no kernel left for attention: it cannot run attention.f16.coop64.split; " in said
+    assert "in quarantine are attention.f16.plain, and xinfer doctor tries them again; " in said
+    assert said.endswith("--device cpu (device='cpu') goes without")
+    assert said.count("attention.f16.plain") == 1
+    with pytest.raises(DeviceError) as caught:
+        KernelSet(none).first_usable(candidates[:1])
+    assert "quarantine" not in str(caught.value)

@@ -199,14 +199,13 @@ class KernelSet:
         for candidate in candidates:
             if self.usable(candidate):
                 return variants()[candidate]
-        named = [candidate for candidate in candidates if candidate in self.quarantine]
+        barred = [candidate for candidate in candidates if candidate in self.quarantine]
+        others = [candidate for candidate in candidates if candidate not in self.quarantine]
+        reasons = [f"it cannot run {', '.join(others)}"] * bool(others)
+        reasons += [f"in quarantine are {', '.join(barred)}, and xinfer doctor tries them again"] * bool(barred)
         raise DeviceError(
-            f"{self.device.info.name} can run none of {', '.join(candidates)}"
-            + (
-                f" (in quarantine: {', '.join(named)}; `xinfer doctor` tries them again, device='cpu' goes without)"
-                if named
-                else ""
-            )
+            f"{self.device.info.name} has no kernel left for {variants()[candidates[0]].op}: {'; '.join(reasons)}; "
+            "--device cpu (device='cpu') goes without"
         )
 
     def kernel(self, variant: Variant) -> Kernel:
