@@ -267,8 +267,10 @@ def test_large_scores(bench: Bench, variant: Variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.id)
 def test_padding_rows_are_zero(bench: Bench, variant: Variant) -> None:
+    """Whatever stands in them: what was computed of padding before may be anything."""
     places = [(0, 5), (0, ops.UNUSED_POSITION), (1, 6)]
     case = Case(places, heads=(4, 2), head_dim=32, cache_format=format_of(variant))
+    case.q[1] = [np.nan, np.inf, -np.inf, 3e38] * (case.q.shape[1] // 4)
     for n_splits in (1, 2):
         check(bench, case, variant=variant.id, n_splits=n_splits)
 
@@ -339,6 +341,22 @@ def test_prefill_of_two_sequences_in_one_tile(bench: Bench, variant: Variant) ->
     case = Case(places, heads=(2, 1), head_dim=32, cache_format=format_of(variant))
     for n_splits in (1, 2):
         check(bench, case, variant=variant.id, n_splits=n_splits)
+
+
+@pytest.mark.parametrize("variant", PREFILL, ids=lambda variant: variant.id)
+@pytest.mark.parametrize(
+    ("n_rows", "head_dim", "window"), [(9, 8, None), (47, 24, 1), (70, 8, 33), (130, 40, 33), (200, 64, 100)]
+)
+def test_rows_in_no_order(bench: Bench, variant: Variant, n_rows: int, head_dim: int, window: int | None) -> None:
+    """Two sequences, padding in between, windows, splits and a tile that is not full, all at once."""
+    rng = np.random.default_rng([n_rows, head_dim])
+    places = [(int(rng.integers(2)), int(rng.integers(150))) for _ in range(n_rows)]
+    for row in rng.integers(0, n_rows, n_rows // 5):
+        places[row] = (0, ops.UNUSED_POSITION)
+    case = Case(places, heads=(3, 1), head_dim=head_dim, cache_format=format_of(variant))
+    case.q[[position == ops.UNUSED_POSITION for _, position in places]] = np.nan
+    for n_splits in (1, 3):
+        check(bench, case, variant=variant.id, window=window, n_splits=n_splits)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,25 @@ def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, sli
     assert (found[:, :3] == 0).all()
 
 
+def multiply_what_is_no_number(bench: Bench, variant: Variant) -> None:
+    """Rows with a NaN or an infinity come out as such, all of them, and no other row does."""
+    n, rows, columns = 70, 40, 72
+    bad = {3: np.nan, 17: np.inf, 18: -np.inf, 69: np.nan}
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal((n, columns), np.float32)
+    for row, value in bad.items():
+        x[row, 11 + row % 50] = value
+    x[30] = 0
+    w = random_weights(rng, (rows, columns), "bf16" if ".bf16." in variant.id else "f16")
+    out = bench.out(n, rows)
+    packed = pack(bench, x, exact=bool(variant.define("SPLIT")))
+    matrix = bench.put_matrix(w, "bf16" if ".bf16." in variant.id else "f16", slices=2)
+    bench.run(ops.linear_packed, packed, matrix, out.rows(), label="y", variant=variant.id)
+    finite = np.isfinite(out.read())
+    assert not finite[list(bad)].any()
+    assert finite[[row for row in range(n) if row not in bad]].all()
+
+
 @pytest.mark.parametrize("name", EMULATED)
 def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = variants()[f"linear_gemm.{name}"]
@@ -148,6 +167,8 @@ def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> N
         multiply(own, variant, (70, 200, 64), slices=3)
         for n_parts in (2, 3, 4):  # of 5 tiles of columns
             multiply(own, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
+        multiply(own, variant, (70, 201, 3 * 64 + 8), n_parts=4, slices=3)  # the last part has few columns
+        multiply_what_is_no_number(own, variant)
         own.release()
 
 
@@ -160,6 +181,7 @@ def test_on_matrix_cores(bench: Bench, variant: Variant) -> None:
     multiply(bench, variant, (70, 200, 64), slices=3)
     for n_parts in (2, 3, 4):
         multiply(bench, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
+    multiply_what_is_no_number(bench, variant)
 
 
 def test_parts_of_sums_are_taken_where_tiles_are_few() -> None:
