@@ -197,7 +197,8 @@ def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None) -
 def _too_little(plan: MemoryPlan, device: Device, context: int | None) -> OutOfMemoryError:
     status, asked, needed = device.memory(), plan.asked(context), plan.needed(context)
     fits = min(plan.largest_context(status.free - plan.weights - plan.workspace), plan.config.max_context)
-    advice = (
+    stream = "" if plan.split.streamed else "let layers be streamed (mode 'auto'), or "
+    advice = stream + (
         f"a context of {fits:,} tokens would fit: --context {fits}"
         if fits >= FIRST_TOKENS
         else "no context would fit: use a smaller model, another device, or --device cpu"
