@@ -185,8 +185,9 @@ def render_inspection(report: dict[str, Any]) -> str:
         ("bytes", ", ".join(f"{_size(n)} {dtype}" for dtype, n in report["bytes_by_dtype"].items())),
         ("context", f"{report['context']:,} tokens"),
         ("RAM on the CPU", _needs(ram) + f" (weights layer by layer: {_size(ram['weights_layer_by_layer'])})"),
-        ("VRAM on a GPU", _needs(vram)),
     ]
+    if "prediction" not in report:  # which says it of a device
+        rows.append(("VRAM on a GPU", f"{_needs(vram)}, and some 100 MB for staging; --device foretells it"))
     return _table(rows)
 
 

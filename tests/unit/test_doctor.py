@@ -21,6 +21,7 @@ from xinfer.cli import writing
 from xinfer.cli.app import app
 from xinfer.doctor import child, clinic, isolated
 from xinfer.doctor import report as reporting
+from xinfer.doctor.clinic import verdict
 from xinfer.doctor.isolated import BROKEN, CRASHED, HUNG, LOST, REFUSED, RIGHT, SKIPPED, WRONG, Ended, run_isolated
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import RemovedReason
@@ -79,6 +80,16 @@ def test_a_process_that_is_slow_to_start_is_not_hung(script: Callable[[str], str
     ended = run_isolated(script(f"{begin}while True: time.sleep(1)"), {"announced": True}, timeout_s=2)
     assert ended.outcome == (HUNG if begins else BROKEN)
     assert ("--time-limit" in ended.detail) == (not begins)
+
+
+def test_a_short_time_limit_calls_no_kernel_hung() -> None:
+    """Else `--time-limit 1` would put half of the kernels into quarantine, and no model would run."""
+    slow = Ended(outcome=HUNG, detail="no end after 1 s")
+    outcome, detail = verdict(slow, limit_s=1, usual_s=60)
+    assert outcome == BROKEN
+    assert "after 60 s" in detail
+    assert verdict(slow, limit_s=60, usual_s=60) == (HUNG, "no end after 1 s")
+    assert verdict(Ended(outcome=CRASHED, detail="SIGSEGV"), limit_s=1, usual_s=60) == (CRASHED, "SIGSEGV")
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -12,7 +12,7 @@ from typing import Any
 
 from xinfer._version import __version__
 from xinfer.doctor import menu
-from xinfer.doctor.isolated import BROKEN, FAILURES, RIGHT, Isolated, run_isolated
+from xinfer.doctor.isolated import BROKEN, FAILURES, HUNG, RIGHT, Ended, Isolated, run_isolated
 from xinfer.doctor.rounds import Round, Tried, cores, width
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
@@ -101,7 +101,7 @@ def _examine_adapter(
     started, selector = time.monotonic(), f"{info.api}:{info.index}"
     software = info.kind == "cpu"
     scale = (menu.USUAL if deep else menu.SCALED_DOWN) if software else (menu.DEEP if deep else menu.USUAL)
-    limit = limit_s or (LIMIT_SOFTWARE_S if software else LIMIT_S) * (DEEP_FACTOR if deep else 1)
+    usual = (LIMIT_SOFTWARE_S if software else LIMIT_S) * (DEEP_FACTOR if deep else 1)
     described = {field.name: getattr(info, field.name) for field in fields(info)} | {"features": sorted(info.features)}
     report: dict[str, Any] = {"selector": selector, **described, "scale": scale.name, "variants": [], "not_kept": ""}
     opened = run_isolated(CHILD, {"kind": "open", "device": selector}, timeout_s=SURVEY_S)
@@ -109,7 +109,9 @@ def _examine_adapter(
     report["memory"] = (opened.answer or {}).get("memory")
     before = quarantine.variants_for(info)
     if opened.outcome == RIGHT:  # else no kernel is to blame
-        report["variants"], report["not_kept"] = _try_variants(info, names, scale, limit, quarantine, tick)
+        report["variants"], report["not_kept"] = _try_variants(
+            info, names, scale, limit_s or usual, usual, quarantine, tick
+        )
     after = quarantine.variants_for(info)
     report["quarantined"], report["lifted"] = sorted(after), sorted(before - after)
     failed = [entry for entry in report["variants"] if entry["outcome"] in (*FAILURES, BROKEN)]
@@ -123,6 +125,7 @@ def _try_variants(
     names: Sequence[str],
     scale: menu.Scale,
     limit_s: float,
+    usual_s: float,
     quarantine: Quarantine,
     tick: Callable[[int, str], None],
 ) -> tuple[list[dict[str, Any]], str]:
@@ -142,7 +145,7 @@ def _try_variants(
         )
 
     def settle(tried: Tried) -> None:
-        outcome, detail = tried.ended.outcome, tried.ended.detail
+        outcome, detail = verdict(tried.ended, limit_s=limit_s, usual_s=usual_s)
         try:
             if outcome in FAILURES:
                 quarantine.add(info, tried.name, outcome, detail)
@@ -164,6 +167,13 @@ def _try_variants(
     Round(start=start, at_a_time=at_a_time, settle=settle, tick=tick).run(names)
     tick(len(names), "")
     return [found[name] for name in names], "".join(not_kept[:1])
+
+
+def verdict(ended: Ended, *, limit_s: float, usual_s: float) -> tuple[str, str]:
+    """A kernel's outcome and details. Who is given less time than usual is slow, which says nothing of the kernel."""
+    if ended.outcome == HUNG and limit_s < usual_s:
+        return BROKEN, f"{ended.detail}; it counts as hung after {usual_s:.0f} s: give it more time (--time-limit)"
+    return ended.outcome, ended.detail
 
 
 def choose(

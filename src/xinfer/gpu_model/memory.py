@@ -132,6 +132,7 @@ def plan_for(
     kv_dtype: KVType = "f16",
     context: int | None = None,
     mode: Mode = "auto",
+    vram_budget: int | None = None,
     split: Split | None = None,
 ) -> MemoryPlan:
     """What a checkpoint would take of a device as it is now, within the limit that it has been given.
@@ -148,10 +149,21 @@ def plan_for(
         )
     rows = max_rows(device.info, config, context or config.max_context)
     plan = MemoryPlan(config=config, layout=WeightsLayout(weights), shape=cache_shape(config, kv_dtype), rows=rows)
-    return replace(plan, split=split) if split is not None else choose_plan(plan, device, mode=mode, context=context)
+    return (
+        replace(plan, split=split)
+        if split is not None
+        else choose_plan(plan, device, mode=mode, context=context, vram_budget=vram_budget)
+    )
 
 
-def choose_plan(plan: MemoryPlan, device: Device, *, mode: Mode = "auto", context: int | None = None) -> MemoryPlan:
+def choose_plan(
+    plan: MemoryPlan,
+    device: Device,
+    *,
+    mode: Mode = "auto",
+    context: int | None = None,
+    vram_budget: int | None = None,
+) -> MemoryPlan:
     """`plan` where everything fits into what the device has free, else one that streams as few layers as it must.
 
     Args:
@@ -159,6 +171,7 @@ def choose_plan(plan: MemoryPlan, device: Device, *, mode: Mode = "auto", contex
         device: which is asked how much is free.
         mode: "resident" streams nothing, "streaming" at least one layer.
         context: tokens of one sequence that must fit; None asks for a small cache.
+        vram_budget: the limit that the device was given, for messages.
 
     Raises:
         OutOfMemoryError: not even that fits. It says what is missing, and which context would fit.
@@ -167,13 +180,13 @@ def choose_plan(plan: MemoryPlan, device: Device, *, mode: Mode = "auto", contex
     if mode != "streaming" and plan.needed(context) <= status.free:
         return plan
     if mode == "resident":
-        raise _too_little(plan, device, context)
+        raise _too_little(plan, device, context, vram_budget)
     smallest = plan
     for rows, n_slots in ((plan.rows, SLOTS), (SMALL_ROWS, SLOTS), (SMALL_ROWS, 1), (SMALLEST_ROWS, 1)):
         smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status.free, context)
         if smallest.needed(context) <= status.free:
             return smallest
-    raise _too_little(smallest, device, context)
+    raise _too_little(smallest, device, context, vram_budget)
 
 
 def spread(n_layers: int, n_streamed: int) -> tuple[int, ...]:
@@ -194,7 +207,7 @@ def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None) -
     return replace(plan, split=replace(bare.split, streamed=streamed, pinned=pinned))
 
 
-def _too_little(plan: MemoryPlan, device: Device, context: int | None) -> OutOfMemoryError:
+def _too_little(plan: MemoryPlan, device: Device, context: int | None, vram_budget: int | None) -> OutOfMemoryError:
     status, asked, needed = device.memory(), plan.asked(context), plan.needed(context)
     fits = min(plan.largest_context(status.free - plan.weights - plan.workspace), plan.config.max_context)
     stream = "" if plan.split.streamed else "let layers be streamed (mode 'auto'), or "
@@ -203,6 +216,8 @@ def _too_little(plan: MemoryPlan, device: Device, context: int | None) -> OutOfM
         if fits >= FIRST_TOKENS
         else "no context would fit: use a smaller model, another device, or --device cpu"
     )
+    if vram_budget is not None:
+        advice = f"the limit is --vram-budget: give it {_size(needed)} or more, or leave it out; else {advice}"
     what = f"its embedding, its head and {plan.split.n_slots} of its layers" if plan.split.streamed else "the weights"
     return OutOfMemoryError(
         f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are "

@@ -112,7 +112,9 @@ class QwenModel:
         """
         config, most = weights.config, context or weights.config.max_context
         device.limit_memory(vram_budget)
-        plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode, split=split)
+        plan = plan_for(
+            weights, device, kv_dtype=kv_dtype, context=context, mode=mode, vram_budget=vram_budget, split=split
+        )
         loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
             return cls(device, config, loaded, plan, context=most, exact=exact, quarantine=quarantine)

@@ -77,7 +77,7 @@ def predict(
     tell: Stages = progress or (lambda *_: None)
     device.limit_memory(vram_budget)
     try:
-        plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode)
+        plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode, vram_budget=vram_budget)
         with ExitStack() as held:
             probe = _Probe(weights, device, plan, quarantine, held)
             tell(1, N_STAGES)

@@ -114,7 +114,8 @@ class Vkd3dRuntime(Exports):
         except DeviceError as error:
             raise DeviceError(
                 f"Direct3D 12 on Linux is there for tests and needs vkd3d 1.14 or newer, and libffi ({error}); "
-                "use Vulkan, or install them (Debian: libvkd3d-utils1, libffi8)"
+                "use Vulkan, or install them (Debian 13 or newer: libvkd3d-utils1, libffi8), or go by way of "
+                "scripts/vkd3d-env of the repository, which makes a place that has them"
             ) from error
         functions = ("D3D12CreateDevice", "D3D12GetDebugInterface", "D3D12SerializeRootSignature", "D3DCompile")
         super().__init__(FfiCaller(libffi), {VKD3D[0]: functions})
