@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 from tests.conftest import CheckpointFactory
 
 import build_shaders
+from xinfer.cli.options import byte_count
 from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import BufferKind, Device
 from xinfer.gpu_model import QwenModel, predict, prediction
@@ -86,6 +88,19 @@ def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkp
 def test_what_does_not_fit_is_told_before_anything_is_measured(device: Device, checkpoint: CheckpointFactory) -> None:
     with ModelWeights.open(checkpoint(SPEC)) as weights, pytest.raises(OutOfMemoryError, match="are missing"):
         predict(weights, device, vram_budget=1 << 20)
+
+
+@pytest.mark.parametrize("mode", ["auto", "resident"])
+def test_the_budget_that_is_advised_suffices(device: Device, checkpoint: CheckpointFactory, mode: Mode) -> None:
+    with ModelWeights.open(checkpoint(SPEC)) as weights:
+        with pytest.raises(OutOfMemoryError) as caught:
+            QwenModel.load(weights, device, mode=mode, vram_budget=1000)
+        (advised,) = re.findall(r"give it (\S+) or more", str(caught.value))
+        budget = byte_count(advised)
+        assert budget is not None
+        with QwenModel.load(weights, device, mode=mode, vram_budget=budget) as model:
+            assert model.forward([1], last_only=True).shape == (1, SPEC.vocab_size)
+    device.limit_memory(None)
 
 
 def test_the_report_is_json_and_text(device: Device, checkpoint: CheckpointFactory) -> None:

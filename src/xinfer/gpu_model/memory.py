@@ -217,7 +217,8 @@ def _too_little(plan: MemoryPlan, device: Device, context: int | None, vram_budg
         else "no context would fit: use a smaller model, another device, or --device cpu"
     )
     if vram_budget is not None:
-        advice = f"the limit is --vram-budget: give it {_size(needed)} or more, or leave it out; else {advice}"
+        enough = f"{-(-needed // 10**6)}MB"  # rounded up, and as the option takes it
+        advice = f"the limit is --vram-budget: give it {enough} or more, or leave it out; else {advice}"
     what = f"its embedding, its head and {plan.split.n_slots} of its layers" if plan.split.streamed else "the weights"
     return OutOfMemoryError(
         f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are "
