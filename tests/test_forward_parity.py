@@ -306,10 +306,11 @@ def test_streaming_matches_resident(
             assert sent == passes * sum(layout.layers[i].size for i in split.streamed), split
 
 
+@pytest.mark.parametrize(("tail", "rows"), [(1, 1), (3, 4), (6, 8)])
 def test_a_prompt_of_several_chunks_sends_each_layer_once(
-    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, tail: int, rows: int
 ) -> None:
-    """Chunks of 8, 8, 8 and 6 rows; the same numbers as one chunk after the other. Where two can wait, twice."""
+    """Chunks of 8, 8, 8 and few rows; the same numbers as one chunk after the other. Where two can wait, twice."""
     spec = SyntheticSpec(num_hidden_layers=4, dtype="float16")
     monkeypatch.setattr(model_module, "CHUNK_SECONDS", 1e6)
     monkeypatch.setattr(memory, "MOST_ROWS", 8)
@@ -321,9 +322,9 @@ def test_a_prompt_of_several_chunks_sends_each_layer_once(
         def run(split: Split) -> tuple[Array, list[tuple[int, int]], int]:
             with QwenModel.load(weights, device, kv_dtype="f32", split=split) as model:
                 cache = model.make_cache(40)
-                model.extend(ids[:30], cache)
+                model.extend(ids[: 24 + tail], cache)
                 sent = model.bytes_sent
-                return model.forward(ids[30:], cache), cache.passes[:4], sent
+                return model.forward(ids[24 + tail :], cache), cache.passes[:4], sent
 
         expected, passes, _ = run(Split())
         for split in (Split(streamed=(1, 3), n_slots=2), Split(streamed=(0, 1, 2, 3), n_slots=1)):
@@ -332,7 +333,7 @@ def test_a_prompt_of_several_chunks_sends_each_layer_once(
                 monkeypatch.setattr(prompt, "HELD", held)
                 found, its_passes, sent = run(split)
                 assert np.array_equal(found, expected), split
-                assert its_passes == passes == [(8, 8)] * 3 + [(6, 8)]
+                assert its_passes == passes == [(8, 8)] * 3 + [(tail, rows)]
                 assert sent == times * a_pass
                 monkeypatch.setattr(prompt, "HELD", 1 << 28)
 

@@ -77,7 +77,8 @@ def _held_bytes(steps: Steps, rows: int) -> int:
 
 def _prepared(steps: Steps, ids: Sequence[int], held: ExitStack) -> _Chunk:
     rows = steps.bucket(len(ids))
-    x, states = steps.many.rows("x", rows).place, steps.many.states(rows)[1]
+    x = steps.many.rows("x", rows).place[: 4 * steps.config.hidden_size * rows]  # not all that there is room for
+    states = steps.many.states(rows)[1]
     buffer = steps.device.create_buffer(_held_bytes(steps, rows), "device", "waiting chunk")
     held.callback(buffer.release)
     kept = buffer[: x.size], buffer[x.size : x.size + states.size]
