@@ -111,9 +111,10 @@ def test_what_it_refuses_is_told_in_its_words() -> None:
 
 
 def test_windows_takes_only_what_is_signed_and_vkd3d_only_what_has_a_digest() -> None:
+    fake = FakeDxc(UNSIGNED)  # it must outlive what it makes
     with pytest.raises(DeviceError, match=r"did not sign half\.hlsl.*dxil\.dll"):
-        FakeDxc(UNSIGNED).load().compile(SOURCE, "main")
-    code = FakeDxc(UNSIGNED).load(windows=False).compile(SOURCE, "main")
+        fake.load().compile(SOURCE, "main")
+    code = fake.load(windows=False).compile(SOURCE, "main")
     assert code == seal.sealed(UNSIGNED) != UNSIGNED
 
 
@@ -124,8 +125,8 @@ def test_it_is_used_where_the_device_takes_shader_model_6(model: int, by: str) -
             return fill(target, ctypes.c_uint32(min(model, d3d.D3D_SHADER_MODEL_6_0)))
         return d3d.FAILURES["E_INVALIDARG"]
 
-    made = device(CheckFeatureSupport=check)
-    for loaded in (FakeDxc(SIGNED).load(), None):
+    made, fake = device(CheckFeatureSupport=check), FakeDxc(SIGNED)
+    for loaded in (fake.load(), None):
         runtime = FakeRuntime({}, dxc=loaded)
         found = adapter._compiler(runtime, Interface(runtime.caller, "ID3D12Device", made.address))
         assert by in found.name if loaded else "5.1 by D3DCompile" in found.name
