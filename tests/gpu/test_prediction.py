@@ -70,6 +70,32 @@ def test_memory_is_what_the_model_then_takes(
     assert found.plan.weights + found.plan.shape.total_bytes(found.plan.shape.blocks_for(512)) <= taken <= found.vram
 
 
+def test_a_budget_for_one_slot_is_enough(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is timed takes no more layers than the model has memory for."""
+    create, layers = device.create_buffer, []
+
+    def noted(size: int, kind: BufferKind = "device", label: str = "") -> object:
+        if kind == "device" and label.startswith("layer"):
+            layers.append(label)
+        return create(size, kind, label)
+
+    monkeypatch.setattr(device, "create_buffer", noted)
+    with ModelWeights.open(checkpoint(UNTIED)) as weights:
+        layout = WeightsLayout(weights)
+        plan = MemoryPlan(config=weights.config, layout=layout, shape=cache_shape(weights.config, "f16"), rows=64)
+        streamed = Split(streamed=tuple(range(6)), n_slots=1, table_on_host=True)
+        least = dataclasses.replace(plan, split=streamed).needed(64)
+        found = predict(weights, device, mode="streaming", context=64, vram_budget=least)
+        assert found.plan.split.n_slots == 1
+        assert len(found.plan.split.streamed) == 6
+        assert found.tokens_per_second > 0
+        assert layers == ["layer 0"]
+        with pytest.raises(OutOfMemoryError, match="--vram-budget"):
+            predict(weights, device, mode="streaming", context=64, vram_budget=least - 1)
+
+
 def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkpoint: CheckpointFactory) -> None:
     device.flush_uploads()
     with ModelWeights.open(checkpoint(SPEC)) as weights:

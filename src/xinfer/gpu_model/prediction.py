@@ -94,8 +94,8 @@ def predict(
             tell(5, N_STAGES)
     finally:
         device.limit_memory(None)
-    a_layer = max(more[0] - fewer[0], 0.0) / (probe.n - few) if probe.n > few else more[0]
-    a_layer = a_layer or more[0] / probe.n
+    a_layer = max(more[0] - fewer[0], 0.0) / (probe.n - few) if probe.n > few else 0.0
+    a_layer = a_layer or more[0] * _share_of_a_layer(plan.layout, probe.n)
     rest = max(0.0, more[0] - probe.n * a_layer)
     of_keys = max(0.0, more[-1] - more[0]) / probe.n
     pinned = plan.on_host
@@ -110,6 +110,12 @@ def predict(
         token_seconds=rest + _layers(plan, device.info, a_layer, bus_speed, load_speed),
         token_seconds_at_context=rest + _layers(plan, device.info, a_layer + of_keys, bus_speed, load_speed),
     )
+
+
+def _share_of_a_layer(layout: WeightsLayout, n: int) -> float:
+    """Of the bytes that a step of n layers reads: where steps of fewer layers tell nothing apart."""
+    head = layout.head or layout.table
+    return layout.slot_bytes / (n * layout.slot_bytes + head.size)
 
 
 def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float, load_speed: float) -> float:
@@ -143,7 +149,7 @@ class _Probe:
         n_layers, split = plan.config.num_hidden_layers, plan.split
         room = n_layers - len(split.streamed) + split.n_slots  # layers that the plan has memory for
         sample = SAMPLE_SOFTWARE if device.info.kind == "cpu" else SAMPLE
-        self.n = min(n_layers, max(2, min(-(-sample // plan.layout.slot_bytes), room)))
+        self.n = max(1, min(n_layers, max(2, -(-sample // plan.layout.slot_bytes)), room))
         self._weights = weights
         self._part = weights.first_layers(self.n)
         self._layout = WeightsLayout(self._part)
