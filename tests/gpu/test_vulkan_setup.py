@@ -192,15 +192,15 @@ def test_why_there_is_no_gpu(system: Callable[..., None], situation: dict[str, A
 
 def test_a_driver_that_is_named_but_absent(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
     """With the real loader: it is told to use nothing but a file that is not there."""
-    del device
+    if device.info.api != "vulkan":
+        pytest.skip("another API")
     monkeypatch.setenv("VK_DRIVER_FILES", "/nowhere/icd.json")
     assert gpu.list_devices() == []
-    reasons = vulkan.diagnose()
-    assert "shows no driver" in reasons[0]
-    assert reasons[1] == "VK_DRIVER_FILES names /nowhere/icd.json, which does not exist"
-    with pytest.raises(DeviceError, match=r"vulkan is not to be had: .*/nowhere/icd.json, which does not exist"):
+    said = "VK_DRIVER_FILES=/nowhere/icd.json: there is no file /nowhere/icd.json; correct it, or unset VK_DRIVER_FILES"
+    assert vulkan.diagnose()[0].startswith(said)
+    with pytest.raises(DeviceError, match=f"vulkan is not to be had: {said}"):
         gpu.open_device("vulkan")
-    with pytest.raises(DeviceError, match="no device is called 'nvidia'; there is none: the Vulkan loader shows no"):
+    with pytest.raises(DeviceError, match=f"no device is called 'nvidia'; there is none: {said}"):
         gpu.open_device("nvidia")
     assert gpu.open_device("auto") is None
 

@@ -33,6 +33,7 @@ class StagingChunk(Protocol):
     commands: Any  # what its queue takes
     used: int  # bytes of it that are to be copied
     value: int  # with which its last submission ends
+    holder: int  # the thread that took it last
     targets: list[BufferSlice]  # of the copies recorded
 
     @property
@@ -61,6 +62,7 @@ class NativeChunk(ABC):
         self.kind: BufferKind = "readback" if readback else "upload"
         self.value = 0
         self.used = 0
+        self.holder = 0
         self.targets: list[BufferSlice] = []
         self._buffer: Any = None
 
@@ -99,7 +101,7 @@ class Staging(ABC, Generic[C]):
         self.most = CHUNKS if owner.core.adapter.info.kind == "discrete" else FEW_CHUNKS
         self._lock = threading.RLock()  # guards what follows
         self._room = threading.Condition(self._lock)
-        self._chunks = 0
+        self._made: list[C] = []
         self._idle: deque[C] = deque()  # the longest idle first; the last submissions may still be in flight
         self._open: C | None = None  # gathers small uploads
         self._back: C | None = None
@@ -210,9 +212,10 @@ class Staging(ABC, Generic[C]):
     def release(self) -> None:
         """Give the staging memory back."""
         with self._lock:
-            for chunk in (*self._idle, self._open, self._back):
+            for chunk in (*self._made, self._back):
                 if chunk:
                     chunk.release()
+            self._made.clear()
             self._idle.clear()
             self._open = self._back = None
 
@@ -282,10 +285,12 @@ class Staging(ABC, Generic[C]):
     def _take(self) -> C:
         """A chunk that no work in flight uses: an idle one, else a new one, else the first to become idle."""
         with self._room:
-            while not (self._idle and (self._chunks >= self.most or self._ended(self._idle[0]))):
-                if self._chunks < self.most:
-                    chunk = self._make(self.queue, f"staging {self._chunks}")
-                    self._chunks += 1
+            self._find_lost()
+            while not (self._idle and (len(self._made) >= self.most or self._ended(self._idle[0]))):
+                if len(self._made) < self.most:
+                    chunk = self._make(self.queue, f"staging {len(self._made)}")
+                    chunk.holder = threading.get_ident()
+                    self._made.append(chunk)
                     return chunk
                 self.kick()
                 if not self._idle and not self._room.wait(TIMEOUT_S):
@@ -294,12 +299,25 @@ class Staging(ABC, Generic[C]):
                         self.owner.core.hung("an upload"),
                     )
             chunk = self._idle.popleft()
+            chunk.holder = threading.get_ident()
         try:
             self._wait_for(self.queue, chunk.value, "the uploads before")
         except BaseException:
             self._give(chunk)
             raise
         return chunk
+
+    def _find_lost(self) -> None:
+        """Make idle what nobody will give back: an exception out of a signal's handler may come anywhere.
+
+        A thread that asks for a chunk has none, and one that has ended has none either.
+        """
+        if len(self._idle) + (self._open is not None) >= len(self._made):
+            return
+        others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+        for chunk in self._made:
+            if chunk is not self._open and chunk not in self._idle and chunk.holder not in others:
+                self._idle.append(chunk)
 
     def _ended(self, chunk: C) -> bool:
         ended: bool = chunk.value <= self.queue.completed()
@@ -308,9 +326,10 @@ class Staging(ABC, Generic[C]):
     def trim(self) -> None:
         """Give back what a large upload took, once it has been waited for."""
         with self._lock:
-            while self._chunks > FEW_CHUNKS and self._idle and self._ended(self._idle[0]):
-                self._idle.popleft().release()
-                self._chunks -= 1
+            while len(self._made) > FEW_CHUNKS and self._idle and self._ended(self._idle[0]):
+                chunk = self._idle.popleft()
+                self._made.remove(chunk)
+                chunk.release()
 
     def _give(self, chunk: C) -> None:
         with self._room:
