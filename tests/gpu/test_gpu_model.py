@@ -625,4 +625,6 @@ def test_closing_twice_is_closing_once(device: Device, checkpoint: CheckpointFac
     model.close()
     model.close()
     device.flush_uploads()
-    device.download(device.create_buffer(16)[:])  # what was in flight has ended
+    last = device.create_buffer(16)
+    device.download(last[:])  # what was in flight has ended
+    last.release()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterator
 
 import pytest
 from tests.conftest import CheckpointFactory
 
 import build_shaders
+from xinfer import gpu
 from xinfer.cli.options import byte_count
 from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import BufferKind, Device
@@ -30,6 +32,15 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "STEPS_S", 0.01)
     monkeypatch.setattr(prediction, "LOADING_S", 0.05)
     monkeypatch.setattr(prediction, "SAMPLE_SOFTWARE", 1)
+
+
+@pytest.fixture
+def device(device: Device) -> Iterator[Device]:
+    """One of its own: budgets are to the byte, and other tests may have left something on the shared one."""
+    opened = gpu.open_device(f"{device.info.api}:{device.info.index}")
+    assert opened is not None
+    with opened:
+        yield opened
 
 
 @pytest.mark.parametrize(("spec", "mode"), [(SPEC, "auto"), (SPEC, "streaming"), (UNTIED, "streaming")])
@@ -87,14 +98,13 @@ def test_a_budget_for_one_slot_is_enough(
         plan = MemoryPlan(config=weights.config, layout=layout, shape=cache_shape(weights.config, "f16"), rows=64)
         streamed = Split(streamed=tuple(range(6)), n_slots=1, table_on_host=True)
         least = dataclasses.replace(plan, split=streamed).needed(64)
-        budget = least + (1 << 20)  # for what the device keeps of other tests
-        found = predict(weights, device, mode="streaming", context=64, vram_budget=budget)
+        found = predict(weights, device, mode="streaming", context=64, vram_budget=least)
         assert found.plan.split.n_slots == 1
         assert len(found.plan.split.streamed) == 6
         assert found.tokens_per_second > 0
         assert layers == ["layer 0"]
         with pytest.raises(OutOfMemoryError, match="--vram-budget"):
-            predict(weights, device, mode="streaming", context=64, vram_budget=least // 2)
+            predict(weights, device, mode="streaming", context=64, vram_budget=least - 1)
 
 
 def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkpoint: CheckpointFactory) -> None:
