@@ -227,6 +227,22 @@ def test_chunks_that_an_interrupt_lost_are_found(path_device: PathDevice) -> Non
     buffer.release()
 
 
+def test_a_fill_may_upload(path_device: PathDevice) -> None:
+    """Its own chunk is not lost, although its thread asks for another."""
+    buffers = [path_device.create_buffer(1 << 20) for _ in range(2)]
+    data = [words(1 << 18).tobytes(), bytes(1 << 20)]
+
+    def fill(piece: memoryview) -> None:
+        piece[:] = data[0]
+        path_device.upload(buffers[1], data[1])
+
+    for _ in range(2 * staging.FEW_CHUNKS):
+        path_device.upload_from(buffers[0], fill)
+    for buffer, expected in zip(buffers, data, strict=True):
+        assert path_device.download(buffer) == expected
+        buffer.release()
+
+
 def test_a_view_is_dead_after_its_fill(path_device: PathDevice) -> None:
     buffer = path_device.create_buffer(1 << 20)
     views: list[memoryview] = []

@@ -34,6 +34,7 @@ class StagingChunk(Protocol):
     used: int  # bytes of it that are to be copied
     value: int  # with which its last submission ends
     holder: int  # the thread that took it last
+    in_use: bool  # and is sure to give it back
     targets: list[BufferSlice]  # of the copies recorded
 
     @property
@@ -63,6 +64,7 @@ class NativeChunk(ABC):
         self.value = 0
         self.used = 0
         self.holder = 0
+        self.in_use = False
         self.targets: list[BufferSlice] = []
         self._buffer: Any = None
 
@@ -278,8 +280,10 @@ class Staging(ABC, Generic[C]):
     def _taken_chunk(self) -> Iterator[C]:
         chunk = self._take()
         try:
+            chunk.in_use = True
             yield chunk
         finally:
+            chunk.in_use = False
             self._give(chunk)
 
     def _take(self) -> C:
@@ -310,13 +314,14 @@ class Staging(ABC, Generic[C]):
     def _find_lost(self) -> None:
         """Make idle what nobody will give back: an exception out of a signal's handler may come anywhere.
 
-        A thread that asks for a chunk has none, and one that has ended has none either.
+        A thread that asks for a chunk has none but those that it will give back; one that has ended has none at all.
         """
         if len(self._idle) + (self._open is not None) >= len(self._made):
             return
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         for chunk in self._made:
-            if chunk is not self._open and chunk not in self._idle and chunk.holder not in others:
+            known = chunk is self._open or chunk.in_use or chunk in self._idle
+            if not known and chunk.holder not in others:
                 self._idle.append(chunk)
 
     def _ended(self, chunk: C) -> bool:
