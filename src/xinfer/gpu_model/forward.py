@@ -263,20 +263,16 @@ class Pass:
         if self._fuses(self.x, w.gate, swiglu=True):
             norm, variant = (w.post_ln, eps), self._tuned("gate_up")
             ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up", variant=variant)
+            self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
+            operand = self._operand(self.gate, w.down, name)
         else:
             h = self._normed(self.x, w.post_ln, self.h, w.gate, f"{name}.post_ln", name)
-            self._product(h, w.gate, self.gate, label=f"{name}.gate")
-            self._product(h, w.up, self.up, label=f"{name}.up")
+            for rows, matrix, what in ((self.gate, w.gate, "gate"), (self.up, w.up, "up")):
+                # No barrier is between them: they cannot take turns in the memory for parts of sums.
+                self._product(h, matrix, rows, in_parts=False, label=f"{name}.{what}")
             self.done(f"{name}.gate_up", (f"{name}.gate", self.gate), (f"{name}.up", self.up))
-            if self._packs(w.down, self.gate.n) and ops.can_pack_fused(self.on, self.gate, self.up):
-                packed = self._packed_rows(self.gate)
-                ops.pack_rows(self.on, self.gate, packed, up=self.up, label=f"{name}.swiglu_pack")
-                self.done(f"{name}.swiglu_pack")
-                self._add_product(packed, w.down, f"{name}.down", name)
-                return
-            ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
-        self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
-        self._add_product(self._operand(self.gate, w.down, name), w.down, f"{name}.down", name)
+            operand = self._gated(w.down, name)
+        self._add_product(operand, w.down, f"{name}.down", name)
 
     def _add_product(self, operand: Rows | ops.PackedRows, w: ops.Matrix, product: str, total: str) -> None:
         """Add operand @ w^T to x: in one op, or in two where the product itself is to be seen."""
@@ -302,6 +298,17 @@ class Pass:
         self.done(norm, (norm, h))
         return self._operand(h, w, label)
 
+    def _gated(self, w: ops.Matrix, name: str) -> Rows | ops.PackedRows:
+        """silu(gate) * up as products with w take it: packed in the same op where that can be, else by way of gate."""
+        if self._packs(w, self.gate.n) and ops.can_pack_fused(self.on, self.gate, self.up):
+            packed = self._packed_rows(self.gate)
+            ops.pack_rows(self.on, self.gate, packed, up=self.up, label=f"{name}.swiglu_pack")
+            self.done(f"{name}.swiglu_pack")
+            return packed
+        ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
+        self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
+        return self._operand(self.gate, w, name)
+
     def _packs(self, w: ops.Matrix, n: int) -> bool:
         """Whether rows are packed together with the op before: not where that op is to be seen."""
         return not self.tapped and ops.can_pack(self.on, w, n, exact=self.network.exact)
@@ -326,10 +333,12 @@ class Pass:
         *,
         bias: Bindable | None = None,
         accumulate: bool = False,
+        in_parts: bool = True,
         label: str,
     ) -> None:
+        """`in_parts`: where tiles are few its sums may be divided, in memory that one product at a time has."""
         if isinstance(x, ops.PackedRows):
-            scratch = None if label.endswith((".gate", ".up")) else self._parts
+            scratch = self._parts if in_parts else None
             ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, scratch=scratch, label=label)
         else:
             variant = self._tuned(label.rpartition(".")[2])

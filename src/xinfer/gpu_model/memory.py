@@ -72,7 +72,7 @@ class MemoryPlan:
     def on_host(self) -> int:
         """Bytes of the host's memory that are held for the device: streamed layers, and a table that it reads."""
         split = self.split
-        kept = sum(self.layout.layers[i].size for i in split.streamed) if split.pinned else 0
+        kept = self.a_token if split.pinned else 0
         return kept + (self.layout.table.size if split.table_on_host else 0)
 
     @property
@@ -202,9 +202,9 @@ def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None) -
     bare = replace(plan, split=Split(streamed=tuple(range(n_layers)), n_slots=n_slots, table_on_host=on_host))
     room = max(0, free - bare.needed(context)) // plan.layout.slot_bytes
     streamed = spread(n_layers, max(n_slots, n_layers - room))
-    host = sum(plan.layout.layers[i].size for i in streamed) + (plan.layout.table.size if on_host else 0)
-    pinned = host <= HOST_SHARE * available_memory()
-    return replace(plan, split=replace(bare.split, streamed=streamed, pinned=pinned))
+    chosen = replace(bare, split=replace(bare.split, streamed=streamed))
+    pinned = chosen.on_host <= HOST_SHARE * available_memory()
+    return replace(chosen, split=replace(chosen.split, pinned=pinned))
 
 
 def _too_little(plan: MemoryPlan, device: Device, context: int | None, vram_budget: int | None) -> OutOfMemoryError:

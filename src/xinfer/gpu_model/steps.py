@@ -140,9 +140,7 @@ class Steps:
 
     def layers_moved(self) -> None:
         """Forget what was recorded: layers lie elsewhere. Nothing is allocated."""
-        for recording in self._recordings.values():
-            recording.release()
-        self._recordings.clear()
+        self._forget_recordings()
         if self._network is not None:
             self._network = replace(self._network)  # for those who ask whether it is still the same
 
@@ -358,10 +356,13 @@ class Steps:
             self._recordings[key] = recording
         return self._recordings[key]
 
-    def _forget(self) -> None:
+    def _forget_recordings(self) -> None:
         for recording in self._recordings.values():
             recording.release()
         self._recordings.clear()
+
+    def _forget(self) -> None:
+        self._forget_recordings()
         if self._network is not None:
             for buffer in (self._network.rope_table, self._network.scratch):
                 buffer.release()

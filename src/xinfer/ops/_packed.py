@@ -145,6 +145,8 @@ def linear_packed(
     room = 0 if scratch is None else scratch.size // (4 * x.n * w.rows)
     n_parts = n_parts if n_parts <= room else 1
     loads = ceil_div(ceil_div(x.row_loads, n_parts), PACKED_LOADS) * PACKED_LOADS
+    divided = scratch is not None and n_parts > 1
+    target = Rows.dense(scratch, x.n, w.rows) if scratch is not None and divided else out
     flags = FLAG_BIAS * (bias is not None) + FLAG_ACCUMULATE * accumulate
     for part in w.slices:
         constants = {
@@ -154,9 +156,9 @@ def linear_packed(
             "x_loads": x.row_loads,
             "low_offset": x.low_offset,
             "bias_offset": part.first_row,
-            "y_stride": out.stride if n_parts == 1 else w.rows,
-            "y_offset": part.first_row + (out.offset if n_parts == 1 else 0),
-            "flags": flags if n_parts == 1 else 0,
+            "y_stride": target.stride,
+            "y_offset": target.offset + part.first_row,
+            "flags": 0 if divided else flags,
             "part_loads": loads,
             "part_stride": x.n * w.rows,
         }
@@ -165,15 +167,14 @@ def linear_packed(
             "halves": x.halves,
             "w": part.place,
             "bias": x.scales if bias is None else bias,
-            "y": out.place if n_parts == 1 or scratch is None else scratch,
+            "y": target.place,
         }
         grid = (ceil_div(x.n, tile), ceil_div(part.n_rows, tile), ceil_div(x.row_loads, loads))
         on.dispatch(chosen, buffers, constants, grid, label)
-    if n_parts > 1:
-        assert scratch is not None
+    if divided:
         on.recording.barrier()
         n_parts = ceil_div(x.row_loads, loads)
-        sum_parts(on, scratch, n_parts, out, bias=bias, accumulate=accumulate, label=f"{label}.sum")
+        sum_parts(on, target.place, n_parts, out, bias=bias, accumulate=accumulate, label=f"{label}.sum")
 
 
 def sum_parts(

@@ -6,6 +6,7 @@
 // time.
 #define GROUP_REDUCTIONS
 #include "common.hlsli"
+#include "halves.hlsli"
 
 #define ROWS 0
 #define NORM 1
@@ -33,7 +34,6 @@ WRITES(float, scales, 2);
 WRITES(uint4, halves, 3);
 #endif
 CONSTANTS(Constants, constants);
-
 
 #if SOURCE != ROWS
 // The width is a multiple of 8, and offsets and strides are of 4.
@@ -70,19 +70,6 @@ float largest_of(float4 values) {
     return max(max(size.x, size.y), max(size.z, size.w));
 }
 
-// The power of two that takes a row into 2,048 to 4,096.
-float row_scale(float largest) {
-    uint exponent = asuint(largest) >> 23;
-    return exponent < 13u ? asfloat(1u << 23) : asfloat((exponent - 11u) << 23);
-}
-
-// Two numbers as f16, and what rounding left of them.
-uint2 halves_of(float a, float b) {
-    uint high = pack_f16(a, b);
-    float2 kept = unpack_f16(high);
-    return uint2(high, pack_f16(a - kept.x, b - kept.y));
-}
-
 [numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint row = group.x, loads = (constants.width + 7u) / 8u;
@@ -111,7 +98,7 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
             a = four(row, 8 * load) * factor;
             b = four(row, 8 * load + 4) * factor;
         }
-        uint2 packed[4] = { halves_of(a.x, a.y), halves_of(a.z, a.w), halves_of(b.x, b.y), halves_of(b.z, b.w) };
+        uint2 packed[4] = { split_pair(a.x, a.y), split_pair(a.z, a.w), split_pair(b.x, b.y), split_pair(b.z, b.w) };
         uint at = row * constants.row_loads + load;
         halves[at] = uint4(packed[0].x, packed[1].x, packed[2].x, packed[3].x);
         if (constants.low_offset != 0u) {
