@@ -187,7 +187,7 @@ def render_inspection(report: dict[str, Any]) -> str:
         ("RAM on the CPU", _needs(ram) + f" (weights layer by layer: {_size(ram['weights_layer_by_layer'])})"),
     ]
     if "prediction" not in report:  # which says it of a device
-        rows.append(("VRAM on a GPU", f"{_needs(vram)}, and some 100 MB for staging; --device foretells it"))
+        rows.append(("VRAM on a GPU", f"{_needs(vram)} (and some 100 MB for staging; --device foretells it)"))
     return _table(rows)
 
 
