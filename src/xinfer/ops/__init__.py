@@ -8,6 +8,7 @@ not run: what they are given must live until the recording has run. An op that r
 from xinfer.ops._argmax import argmax, argmax_scratch_bytes
 from xinfer.ops._attention import AttentionPlan, attention, plan_attention, turn_attention
 from xinfer.ops._base import (
+    ABORTED,
     BAD_TOKEN,
     FLAG_NOT_FINITE,
     STATE_BYTES,
@@ -23,6 +24,7 @@ from xinfer.ops._base import (
     row_stride,
 )
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
+from xinfer.ops._layer import LayerPlan, LayerRows, LayerTensors, Phase, decode_layer, plan_layer, resident_groups
 from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
 from xinfer.ops._packed import (
     PackedRows,
@@ -38,6 +40,7 @@ from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
 __all__ = [
+    "ABORTED",
     "BAD_TOKEN",
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
@@ -48,9 +51,13 @@ __all__ = [
     "CacheBlocks",
     "Format",
     "KernelSet",
+    "LayerPlan",
+    "LayerRows",
+    "LayerTensors",
     "Matrix",
     "MatrixSlice",
     "PackedRows",
+    "Phase",
     "Recorder",
     "RowState",
     "Rows",
@@ -62,6 +69,7 @@ __all__ = [
     "can_pack",
     "can_pack_fused",
     "can_rope_append",
+    "decode_layer",
     "embed",
     "gate_up",
     "kv_append",
@@ -72,6 +80,8 @@ __all__ = [
     "packed_bytes",
     "parts_bytes",
     "plan_attention",
+    "plan_layer",
+    "resident_groups",
     "rms_norm",
     "rope",
     "rope_append",

@@ -22,11 +22,12 @@ MAX_GROUPS = 65_535  # workgroups in one dimension of a dispatch
 MAX_TRIPS = 60_000
 
 # common.hlsli's words of a row's state, in order.
-STATE_FIELDS = ("token", "position", "sequence", "steps", "flags", "bad_step")
+STATE_FIELDS = ("token", "position", "sequence", "steps", "flags", "bad_step", "arrived")
 STATE_BYTES = 4 * STATE_WORDS
 UNUSED_POSITION = 0xFFFF_FFFF  # the position of a row that is padding: nothing is appended, its attention is 0
 BAD_TOKEN = 0xFFFF_FFFF  # in the ring of chosen tokens: the logits held NaN or infinity
 FLAG_NOT_FINITE = 1
+ABORTED = 0x8000_0000  # in `arrived`: a barrier within a kernel was given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class RowState:
     steps: int = 0  # tokens chosen so far
     flags: int = 0
     bad_step: int = 0  # which one was NaN or infinity, where flags has FLAG_NOT_FINITE
+    arrived: int = 0  # of workgroups, at barriers within kernels of the step that is running
 
     def pack(self) -> bytes:
         """Its words."""
@@ -164,11 +166,16 @@ class CacheBlocks:
 
 
 class KernelSet:
-    """The kernels of one device, made when first used; a variant in `quarantine` is never used."""
+    """The kernels of one device, made when first used; a variant in `quarantine` is never used.
 
-    def __init__(self, device: Device, *, quarantine: Iterable[str] = ()) -> None:
+    Variants that rely on what no API promises are used only where they are `proved`: where `xinfer doctor` has run
+    them with this driver.
+    """
+
+    def __init__(self, device: Device, *, quarantine: Iterable[str] = (), proved: Iterable[str] = ()) -> None:
         self.device = device
         self.quarantine = frozenset(quarantine)
+        self.proved = frozenset(proved)
         self._kernels: dict[str, Kernel] = {}
         self._lock = threading.Lock()
 
@@ -189,6 +196,7 @@ class KernelSet:
                 return False
         return (
             variant_id not in self.quarantine
+            and (variant_id in self.proved or not variant.needs_proof)
             and variant.needs <= info.features
             and variant.shared_bytes <= info.max_shared_bytes
             and lanes <= info.max_workgroup_invocations

@@ -96,8 +96,10 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     uint own = row * STATE_WORDS;
     if (lane != 0 || state[own + STATE_POSITION] == UNUSED_ROW) return;
     uint steps = state[own + STATE_STEPS];
-    bool bad = best.key == NOT_FINITE_KEY;
-    if (bad && (state[own + STATE_FLAGS] & FLAG_NOT_FINITE) == 0u) {
+    uint aborted = state[own + STATE_ARRIVED] & ABORTED;  // it stays, so that the steps queued behind are void as well
+    state[own + STATE_ARRIVED] = aborted;
+    bool not_a_number = best.key == NOT_FINITE_KEY, bad = not_a_number || aborted != 0u;
+    if (not_a_number && (state[own + STATE_FLAGS] & FLAG_NOT_FINITE) == 0u) {
         state[own + STATE_FLAGS] |= FLAG_NOT_FINITE;
         state[own + STATE_BAD_STEP] = steps;
     }
