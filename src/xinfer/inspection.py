@@ -62,7 +62,7 @@ def predict_model(
         raise DeviceError(f"device {device!r} is the CPU; expected a GPU to predict for: xinfer devices lists them")
     with opened, ModelWeights.open(folder) as weights:
         check_context(context, weights.config)
-        forbidden = [entry.variant for entry in Quarantine().entries_for(opened.info)]
+        quarantine = Quarantine()
         found = predict(
             weights,
             opened,
@@ -70,7 +70,8 @@ def predict_model(
             kv_dtype=kv_cache,  # type: ignore[arg-type]
             mode=mode,  # type: ignore[arg-type]
             vram_budget=vram_budget,
-            quarantine=forbidden,
+            quarantine=quarantine.variants_for(opened.info),
+            proved=quarantine.proved_for(opened.info),
             progress=progress,
         )
         plan = found.plan

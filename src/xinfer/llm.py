@@ -432,7 +432,8 @@ def load_model(
             progress("load", done, total)
 
     try:
-        forbidden = Quarantine(warn=_log.warning).entries_for(opened.info)
+        quarantine = Quarantine(warn=_log.warning)
+        forbidden = quarantine.entries_for(opened.info)
         if forbidden:
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
@@ -442,6 +443,7 @@ def load_model(
                 "context": context,
                 "exact": exact,
                 "quarantine": variants,
+                "proved": quarantine.proved_for(opened.info),
                 "progress": loaded,
             }
             model = QwenModel.load(weights, opened, **memory, **options)

@@ -1,7 +1,8 @@
 """Which kernels not to use with which driver: found by `xinfer doctor`, honoured wherever a model is loaded.
 
 One JSON file in the user's state folder (`quarantine_path`), written whole or not at all. An entry holds for one
-adapter, driver, driver version and kernel variant: a new driver begins with a clean slate.
+adapter, driver, driver version and kernel variant: a new driver begins with a clean slate. Of kernels that rely on what
+no API promises the file says the opposite as well: that the doctor has seen them do well, and in which form.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ VERSION = 1
 MARK = b'"entries"'  # what every quarantine file has, damaged or not
 LARGEST = 4 << 20  # bytes that are read of the file
 DETAIL_CHARS = 400
+PROVED = "proved"  # the outcome of what did well, where that has to be known
 LOCK_S = 10.0  # another writer takes milliseconds
 
 Warn = Callable[[str], None]
@@ -49,12 +51,12 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One variant that failed with one driver."""
+    """One variant that failed with one driver, or was proved there."""
 
     driver: Driver
     variant: str
-    outcome: str  # "wrong", "hung", "lost", "crashed", "refused"
-    detail: str = ""  # by how much, or the reason, or the signal
+    outcome: str  # "wrong", "hung", "lost", "crashed", "refused"; PROVED
+    detail: str = ""  # by how much, or the reason, or the signal; what was proved
 
 
 class Quarantine:
@@ -90,7 +92,14 @@ class Quarantine:
             return []
 
     def entries_for(self, info: DeviceInfo) -> list[Entry]:
-        """The entries of this adapter's driver, a variant each."""
+        """What failed with this adapter's driver, a variant each."""
+        return [entry for entry in self._entries_of(info) if entry.outcome != PROVED]
+
+    def proved_for(self, info: DeviceInfo) -> dict[str, str]:
+        """The variants that were proved with this adapter's driver, and what of each: see `ops.proof`."""
+        return {entry.variant: entry.detail for entry in self._entries_of(info) if entry.outcome == PROVED}
+
+    def _entries_of(self, info: DeviceInfo) -> list[Entry]:
         driver = Driver.of(info)
         return [entry for entry in self.entries() if entry.driver == driver]
 
@@ -107,14 +116,22 @@ class Quarantine:
         self.update(info, passed=variants)
 
     def update(
-        self, info: DeviceInfo, *, failed: dict[str, tuple[str, str]] | None = None, passed: Iterable[str] = ()
+        self,
+        info: DeviceInfo,
+        *,
+        failed: dict[str, tuple[str, str]] | None = None,
+        passed: Iterable[str] = (),
+        proved: Mapping[str, str] | None = None,
     ) -> None:
         """Put variants in quarantine (outcome and detail by id) and allow others again, in one writing.
+
+        `proved` are those of the others that have to be known to do well, and what of each was seen to.
 
         Raises:
             DeviceError: the file cannot be written.
         """
         failed, passed = failed or {}, frozenset(passed)
+        failed |= {variant: (PROVED, detail) for variant, detail in (proved or {}).items()}
         if self._updated(info, failed, passed) is None:
             return
         self._ensure_ours()

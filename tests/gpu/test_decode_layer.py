@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.conftest import CheckpointFactory
 
+import build_shaders
 from xinfer.gpu.api import Device
-from xinfer.ops import KernelSet
+from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model.forward import Tuning
+from xinfer.model.weights import ModelWeights
+from xinfer.ops import KernelSet, proofs
 from xinfer.shaders.catalog import variants
 from xinfer.trials.base import attempt
 from xinfer.trials.bench import DTYPES
@@ -69,7 +75,7 @@ def layer_trial(
 
 
 def check(device: Device, kernels: KernelSet, trial: LayerTrial, variant: str) -> None:
-    if not KernelSet(device, proved=[variant]).usable(variant):
+    if not KernelSet(device, proved=proofs([variant])).usable(variant):
         pytest.skip(f"{device.info.name} lacks what {variant} needs")
     outcome = attempt(trial, device, kernels, variant, timeout_s=300)
     assert outcome.right, str(outcome)
@@ -90,7 +96,6 @@ def test_every_variant_is_right(device: Device, shared_kernels: KernelSet, varia
         {"hidden": 1048, "inner": 40, "dim": 8, "heads": (1, 1)},  # a row of several waves
         {"hidden": 16, "inner": 5400, "dim": 8, "heads": (2, 1)},  # blocks of rows, and x in chunks
         {"heads": (14, 2), "dim": 40},
-        {"ahead": False},
     ],
     ids=str,
 )
@@ -99,7 +104,7 @@ def test_sizes_that_fill_nothing(device: Device, shared_kernels: KernelSet, opti
 
 
 def attempts(device: Device, kernels: KernelSet, trial: LayerTrial, n: int) -> str:
-    """How the first of `n` tries ends whose barriers were not given up: the driver's two threads may not run at once."""
+    """How the first try ends whose barriers were not given up: two threads need not run at the same time."""
     for _ in range(n):
         outcome = attempt(trial, device, kernels, SMALL, timeout_s=300)
         if outcome.right or outcome.what != "barriers given up":
@@ -111,6 +116,64 @@ def test_workgroups_wait_for_one_another(device: Device, shared_kernels: KernelS
     """Two at a time: the software driver runs as many as it has threads."""
     if device.info.kind == "cpu" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("the software driver needs two cores for two workgroups")
-    for ahead in (True, False):
-        said = attempts(device, shared_kernels, layer_trial(SMALL, n_keys=300, n_groups=2, ahead=ahead), 30)
-        assert not said, said
+    said = attempts(device, shared_kernels, layer_trial(SMALL, n_keys=300, n_groups=2), 30)
+    assert not said, said
+
+
+# --- within a model -------------------------------------------------------------------------------------------------
+
+
+PROMPT = [3, 141, 59, 26, 5, 35, 89, 79, 32]
+
+
+@pytest.fixture
+def model(device: Device, checkpoint: CheckpointFactory) -> Iterator[QwenModel]:
+    """A tiny one whose decode steps can run a layer in one dispatch."""
+    if not KernelSet(device, proved=proofs([SMALL])).usable(SMALL):
+        pytest.skip(f"{device.info.name} lacks what {SMALL} needs")
+    build_shaders.build()
+    with ModelWeights.open(checkpoint("f16")) as weights, QwenModel.load(weights, device) as loaded:
+        yield loaded
+
+
+def continuation(model: QwenModel, n: int) -> list[int]:
+    cache = model.make_cache(100)
+    model.extend(PROMPT[:-1], cache)
+    return list(model.greedy(PROMPT[-1], cache, limit=n))
+
+
+def last_logits(model: QwenModel) -> Any:
+    cache = model.make_cache(100)
+    model.extend(PROMPT[:-1], cache)
+    return model.forward(PROMPT[-1:], cache, last_only=True)
+
+
+def test_a_model_whose_layers_are_one_dispatch_each_answers_as_before(model: QwenModel) -> None:
+    expected, logits = continuation(model, 20), last_logits(model)
+    assert model.steps.network().layer_plan is None, "nobody has proved it, and the GPU is on no list"
+    model.tune(Tuning(variants={"layer": SMALL}, groups=1))
+    assert model.steps.network().layer_plan is not None
+    found = last_logits(model)
+    assert np.linalg.norm(found - logits) < 1e-5 * np.linalg.norm(logits)
+    assert not np.array_equal(found, logits), "the same kernels ran"
+    assert continuation(model, 20) == expected
+    assert model.given_up == []
+
+
+def test_a_step_whose_barriers_are_given_up_is_run_again_without(
+    model: QwenModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More workgroups than there are threads: they wait for those that cannot start. Steps are queued behind, too."""
+    if model.device.info.kind != "cpu":
+        pytest.skip("only a software driver runs fewer workgroups than these at a time")
+    expected, logits = continuation(model, 12), last_logits(model)
+    many = Tuning(variants={"layer": SMALL}, groups=4 * (os.cpu_count() or 1))
+    model.tune(many)
+    assert continuation(model, 12) == expected
+    assert model.given_up == [SMALL]
+    assert len([record for record in caplog.records if "did not all run" in record.message]) == 1
+    model.steps.kernels.quarantine = frozenset()  # once more, by the other way to a token
+    model.tune(many)
+    assert np.array_equal(last_logits(model), logits)
+    assert model.given_up == [SMALL, SMALL]
+    assert continuation(model, 12) == expected

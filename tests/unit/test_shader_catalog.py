@@ -8,6 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,7 @@ from xinfer.ops import _argmax as argmax
 from xinfer.ops import _attention as attention
 from xinfer.ops import _base as base
 from xinfer.ops import _elementwise as elementwise
+from xinfer.ops import _layer as layer
 from xinfer.ops import _linear as linear
 from xinfer.ops import _packed as packed
 from xinfer.shaders import catalog
@@ -144,6 +147,8 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             trips = elementwise.rms_norm_trips(variant.id, width=HIDDEN)
         case "argmax":
             trips = argmax.argmax_trips(n_valid=VOCABULARY)
+        case "decode_layer":
+            trips = layer_trips(variant)
         case "attention" if ".combine" in variant.id:
             trips = attention.combine_trips(head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
         case "attention":
@@ -153,6 +158,18 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             assert "for (" not in (shaders.SOURCES / variant.source).read_text().replace("UNROLL for (", "")
             trips = 0
     assert trips < base.MAX_TRIPS
+
+
+def layer_trips(variant: Variant) -> int:
+    """Of the widest layer that the kernel takes, on 132 workgroups; what is longer is refused when it is planned."""
+    hidden, dim = 8 * catalog.LAYER_STAGE_LOADS, variant.define("DIM_MAX")
+    shapes = {"qkv": (hidden + 2 * 8 * dim, hidden), "o": (hidden, hidden), "gate": (INTERMEDIATE, hidden)}
+    shapes["down"] = (hidden, INTERMEDIATE)
+    matrices = {name: SimpleNamespace(rows=rows, columns=columns) for name, (rows, columns) in shapes.items()}
+    cache = SimpleNamespace(n_kv_heads=8, head_dim=dim, format="f16" if variant.define("FORMAT") else "f32")
+    splits = catalog.ATTENTION_TILED_SPLITS_MAX
+    w: Any = SimpleNamespace(**matrices)
+    return layer.layer_trips(variant.id, w, cache, hidden // dim, CONTEXT, 132, splits)  # type: ignore[arg-type]
 
 
 # --- what is built, and what is stale -------------------------------------------------------------------------------

@@ -14,23 +14,37 @@ from xinfer.gpu.api import Bindable, Buffer, BufferSlice, Device, Recording
 from xinfer.gpu_model.weights import DeviceLayer, DeviceWeights
 from xinfer.kv_cache import BlockPool
 from xinfer.model.config import Qwen2Config
-from xinfer.ops import CacheBlocks, KernelSet, Recorder, Rows
+from xinfer.ops import CacheBlocks, KernelSet, LayerPlan, LayerRows, Phase, Recorder, Rows
 
 Array = NDArray[np.float32]
 Tap = Callable[[str, Array], None]
 Named = tuple[str, Rows]  # a tap's name and the rows it shows
+ALIGNED = 64  # floats: each activation of a single row begins at a multiple
+
+# The phases of a whole layer under the names of the ops that they stand for.
+WHOLE_LAYER = (("layer", (Phase.QKV, Phase.DOWN)),)
+LAYER_BY_PHASE = tuple(
+    (name, (phase, phase)) for name, phase in zip(("qkv", "attn", "o", "swiglu", "down"), Phase, strict=True)
+)
 
 
 class Workspace:
-    """The activations of up to `n_rows` rows, and their states: what a step reads and overwrites."""
+    """The activations of up to `n_rows` rows, and their states: what a step reads and overwrites.
+
+    Those of a single row lie in one buffer, as a kernel that runs a whole layer needs them.
+    """
 
     def __init__(self, device: Device, config: Qwen2Config, n_rows: int, label: str) -> None:
         self.n_rows = n_rows
         self._widths = widths(config)
         self._buffers: dict[str, Buffer] = {}
         try:
-            for name, width in self._widths.items():
-                self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
+            if n_rows == 1:
+                size = 4 * sum(map(_aligned, self._widths.values()))
+                self._buffers["row"] = device.create_buffer(size, "device", f"{label} row")
+            else:
+                for name, width in self._widths.items():
+                    self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
             size = _packed_bytes(config, n_rows)
             self._buffers["packed"] = self.packed = device.create_buffer(size, "device", f"{label} packed rows")
             self._buffers["parts"] = self.parts = device.create_buffer(
@@ -45,7 +59,12 @@ class Workspace:
 
     def rows(self, name: str, n: int) -> Rows:
         """`n` rows of an activation."""
-        return Rows.dense(self._buffers[name], n, self._widths[name])
+        width = self._widths[name]
+        if self.n_rows > 1:
+            return Rows.dense(self._buffers[name], n, width)
+        names = list(self._widths)
+        offset = sum(_aligned(self._widths[before]) for before in names[: names.index(name)])
+        return Rows(place=self._buffers["row"], n=n, width=width, stride=width, offset=offset)
 
     def states(self, n: int) -> tuple[BufferSlice, BufferSlice]:
         """Where the host writes the states of n rows, and where the ops read them."""
@@ -72,8 +91,12 @@ def widths(config: Qwen2Config) -> dict[str, int]:
 
 def workspace_bytes(config: Qwen2Config, n_rows: int) -> int:
     """Device memory of a workspace."""
-    rows = n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES)
+    rows = n_rows * (4 * sum(map(_aligned, widths(config).values())) + ops.STATE_BYTES)
     return rows + _packed_bytes(config, n_rows) + _parts_bytes(config, n_rows)
+
+
+def _aligned(width: int) -> int:
+    return -(-width // ALIGNED) * ALIGNED
 
 
 def _packed_bytes(config: Qwen2Config, n_rows: int) -> int:
@@ -92,10 +115,16 @@ def _parts_bytes(config: Qwen2Config, n_rows: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Variants that a step of one row uses in place of those that the ops would choose: ids by op, and splits."""
+    """Variants that a step of one row uses in place of those that the ops would choose: ids by op, and splits.
 
-    variants: Mapping[str, str] = field(default_factory=dict)  # "qkv", "attn", "o", "gate_up", "down", "logits"
+    With "layer" a layer is one dispatch, of so many `groups` that stay; with any other, it is not.
+    """
+
+    variants: Mapping[str, str] = field(
+        default_factory=dict
+    )  # "qkv", "attn", "o", "gate_up", "down", "logits", "layer"
     n_splits: int | None = None  # of attention
+    groups: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +141,7 @@ class Network:
     max_keys: int  # of one sequence
     tuning: Tuning
     exact: bool  # matrix cores multiply activations as two f16 numbers, not as one
+    layer_plan: LayerPlan | None  # how a decode step runs a layer in one dispatch, where it does
 
     def cache(self, i: int) -> CacheBlocks:
         """The blocks of layer i."""
@@ -135,13 +165,22 @@ def cache_blocks(pool: BlockPool, config: Qwen2Config, i: int) -> CacheBlocks:
 class Pass:
     """Records the network for `n` rows of a workspace, each op followed by a barrier.
 
-    One row runs the fused ops where the device has them. With `timed`, a timestamp follows every op.
+    One row runs the fused ops where the device has them. With `timed`, a timestamp follows every op. `whole_layers`
+    says that whoever runs it looks whether a layer's kernel has given up: see `Steps.given_up`.
     """
 
     tapped = False
+    by_phase = False  # each phase of a whole layer is an op of its own
 
     def __init__(
-        self, network: Network, space: Workspace, n: int, recording: Recording, *, timed: bool = False
+        self,
+        network: Network,
+        space: Workspace,
+        n: int,
+        recording: Recording,
+        *,
+        timed: bool = False,
+        whole_layers: bool = False,
     ) -> None:
         self.network = network
         self.config = network.config
@@ -154,6 +193,8 @@ class Pass:
         self.state = space.states(n)[1]
         self._packed, self._parts = space.packed, space.parts
         self._tuning = network.tuning if n == 1 and not self.tapped else Tuning()
+        self._layer_plan = network.layer_plan if whole_layers else None
+        self._arrivals = 0  # of workgroups at barriers within a layer
         self._plan = ops.plan_attention(
             self.on,
             network.cache(0),
@@ -189,6 +230,9 @@ class Pass:
     def layer(self, i: int, *, cache_only: bool = False) -> None:
         """Run layer i on x. `cache_only` stops once its keys and values are cached, for when x is not used any more."""
         w = self.network.weights.layers[i]
+        if self._layer_plan is not None:
+            self._whole_layer(self._layer_plan, i, w)
+            return
         self._project(i, w)
         if cache_only or not self._plan.turns:
             self._append(i)
@@ -207,6 +251,23 @@ class Pass:
             operand = self._normed(x, weights.norm, h, weights.head, "norm", "head")
             self._product(operand, weights.head, logits, label="logits")
         self.done("logits", ("logits", logits))
+
+    def _whole_layer(self, plan: LayerPlan, i: int, w: DeviceLayer) -> None:
+        """Layer i in one dispatch, or phase by phase with the same kernel."""
+        network, cache = self.network, self.network.cache(i)
+        rows = LayerRows(x=self.x, qkv=self.qkv, attn=self.attn, gated=self.gate)
+        for op, phases in LAYER_BY_PHASE if self.by_phase else WHOLE_LAYER:
+            label = f"layers.{i}.{op}"
+            self._arrivals = ops.decode_layer(
+                *(self.on, plan, self.state, network.rope_table, w, rows, cache),
+                eps=self.config.rms_norm_eps,
+                scratch=network.scratch,
+                window=self.config.layer_windows[i],
+                phases=phases,
+                arrivals=self._arrivals,
+                label=label,
+            )
+            self.done(label)
 
     def _project(self, i: int, w: DeviceLayer) -> None:
         """q, k and v of x."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -39,6 +40,9 @@ CACHED = frozenset({"k", "k_rope", "v"})  # taps of what a layer caches
 CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Windows) to 10 s (Linux)
 
 
+_log = logging.getLogger("xinfer")
+
+
 class QwenModel:
     """A model resident on a device, made by `load`. One thread runs it at a time, the others wait.
 
@@ -55,12 +59,17 @@ class QwenModel:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        proved: Mapping[str, str] | None = None,
     ) -> None:
         self.config = config
         self.plan = plan  # what it takes of the device's memory, and which layers are streamed
         self.device = device
         self._weights = weights
-        self._steps = Steps(device, config, weights, plan, context=context, exact=exact, quarantine=quarantine)
+        kernels: dict[str, Any] = {"quarantine": quarantine, "proved": proved}
+        self._steps = Steps(device, config, weights, plan, context=context, exact=exact, **kernels)
+        self.given_up: list[
+            str
+        ] = []  # kernels whose workgroups did not all run at the same time: they are not used now
         self._lock = threading.RLock()
         # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
         # has to wait for all of them: then a chunk is as large as it can be.
@@ -84,6 +93,7 @@ class QwenModel:
         vram_budget: int | None = None,
         split: Split | None = None,
         quarantine: Iterable[str] = (),
+        proved: Mapping[str, str] | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Upload the weights that fit, once; the others are copied to the device again for each step.
@@ -102,6 +112,8 @@ class QwenModel:
             vram_budget: bytes of device memory that all of it may take; None: what is free.
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
+            proved: proofs by id of kernel variants that rely on what no API promises, and did well with this driver;
+                see `KernelSet`.
             progress: called with bytes read and bytes in all.
 
         Raises:
@@ -117,7 +129,8 @@ class QwenModel:
         )
         loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
-            return cls(device, config, loaded, plan, context=most, exact=exact, quarantine=quarantine)
+            kernels: dict[str, Any] = {"quarantine": quarantine, "proved": proved}
+            return cls(device, config, loaded, plan, context=most, exact=exact, **kernels)
         except BaseException:
             loaded.release()
             raise
@@ -213,6 +226,8 @@ class QwenModel:
                 with self._lock:
                     self._keep_within_budget()
                     chosen = answer.token(n)
+                    if chosen == BAD_TOKEN and self._do_without(answer.given_up):
+                        chosen = answer.again(n)
                     if chosen == BAD_TOKEN:
                         self.trace([answer.fed(n)], cache)
                     cache.append([answer.fed(n)], rows=1)
@@ -314,6 +329,22 @@ class QwenModel:
             f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; {why}"
         )
 
+    def _do_without(self, variant: str | None) -> bool:
+        """Whether a step is void because a kernel gave up; steps do without that one from then on."""
+        if variant is None:
+            return False
+        if variant in self._steps.kernels.quarantine:  # another answer's steps came to it first
+            return True
+        _log.warning(
+            "%s: the workgroups of %s did not all run at the same time; the step is run again, and later ones, "
+            "by other kernels, which are slower",
+            self.device.info.name,
+            variant,
+        )
+        self.given_up.append(variant)
+        self._steps.forbid(variant)
+        return True
+
     def _keep_within_budget(self) -> None:
         """Give up layers where the system takes memory back; between steps, every now and then."""
         excess = self._watch.excess()
@@ -394,9 +425,11 @@ class QwenModel:
         recording = steps.decode(self.config.vocab_size)
         steps.stage_one(token, cache, position=cache.length)
         steps.wait(steps.submit(recording, (LOAD, STEP, READ)), urgent=True)
-        logits = np.frombuffer(steps.logits_back.read(), np.float32)
         if steps.chosen(0) == BAD_TOKEN:
+            if self._do_without(steps.given_up()):
+                return self._last_logits(token, cache)
             self.trace([token], cache)
+        logits = np.frombuffer(steps.logits_back.read(), np.float32)
         cache.append([token], rows=1)
         return logits[np.newaxis]
 

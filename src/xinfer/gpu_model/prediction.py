@@ -8,9 +8,10 @@ costs follows from steps of more and of fewer layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
@@ -66,6 +67,7 @@ def predict(
     mode: Mode = "auto",
     vram_budget: int | None = None,
     quarantine: Iterable[str] = (),
+    proved: Mapping[str, str] | None = None,
     progress: Stages | None = None,
 ) -> Prediction:
     """Measure for a second or two. Arguments as for `QwenModel.load`.
@@ -79,7 +81,7 @@ def predict(
     try:
         plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode, vram_budget=vram_budget)
         with ExitStack() as held:
-            probe = _Probe(weights, device, plan, quarantine, held)
+            probe = _Probe(weights, device, plan, {"quarantine": tuple(quarantine), "proved": proved}, held)
             tell(1, N_STAGES)
             start, load_speed = probe.read()
             probe.fill()
@@ -140,11 +142,16 @@ class _Probe:
     """The first layers of a model on a device. Everything is given back by `held`."""
 
     def __init__(
-        self, weights: ModelWeights, device: Device, plan: MemoryPlan, quarantine: Iterable[str], held: ExitStack
+        self,
+        weights: ModelWeights,
+        device: Device,
+        plan: MemoryPlan,
+        kernels: dict[str, Any],
+        held: ExitStack,
     ) -> None:
         self._device = device
         self._plan = plan
-        self._quarantine = tuple(quarantine)
+        self._kernels = kernels
         self._held = held
         n_layers, split = plan.config.num_hidden_layers, plan.split
         room = n_layers - len(split.streamed) + split.n_slots  # layers that the plan has memory for
@@ -214,7 +221,7 @@ class _Probe:
         )
         context = max(positions) + MOST_STEPS + 1
         began = time.perf_counter()
-        steps = Steps(self._device, config, self._loaded, plan, context=context, quarantine=self._quarantine)
+        steps = Steps(self._device, config, self._loaded, plan, context=context, **self._kernels)
         try:
             setup = time.perf_counter() - began
             return setup, [step_seconds(steps, position) for position in positions]

@@ -5,7 +5,7 @@ All of them belong to one generation of the cache's pool and are made again in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Literal
@@ -30,7 +30,7 @@ from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import rope_tables
-from xinfer.ops import KernelSet, Recorder, Rows, RowState
+from xinfer.ops import KernelSet, LayerPlan, Recorder, Rows, RowState
 
 RING = 64  # tokens that the device remembers
 # Rows that recordings are made for; a chunk is padded to the next of them.
@@ -64,6 +64,7 @@ class Steps:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        proved: Mapping[str, str] | None = None,
     ) -> None:
         self.device = device
         self.config = config
@@ -75,9 +76,10 @@ class Steps:
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
         self._tuning = Tuning()
+        self._layer_variant: str | None = None  # of what runs a layer in one dispatch, where anything has
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
-            self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine))
+            self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine, proved=proved))
             held.callback(self._forget)
             self.pool = BlockPool(device, plan.shape, context=context)
             held.callback(self.pool.release)
@@ -130,8 +132,40 @@ class Steps:
             max_keys=max_keys,
             tuning=self._tuning,
             exact=self.exact,
+            layer_plan=self.layer_plan(max_keys),
         )
         return self._network
+
+    def layer_plan(self, max_keys: int) -> LayerPlan | None:
+        """How decode steps that see up to `max_keys` keys run a layer in one dispatch; None where they do not."""
+        tuning = self._tuning
+        if tuning != Tuning() and "layer" not in tuning.variants:
+            return None
+        plan = ops.plan_layer(
+            self.kernels,
+            self._weights.layers,
+            cache_blocks(self.pool, self.config, 0),
+            n_heads=self.config.num_attention_heads,
+            max_keys=max_keys,
+            variant=tuning.variants.get("layer"),
+            n_groups=tuning.groups,
+            n_splits=tuning.n_splits if "layer" in tuning.variants else None,
+        )
+        if plan is not None:
+            self._layer_variant = plan.variant.id
+        return plan
+
+    def given_up(self) -> str | None:
+        """The kernel whose barriers were given up in the last step, which is void then; None where none was."""
+        if self._layer_variant is None:
+            return None
+        state = RowState.unpack(self.device.download(self.one.states(1)[1], TIMEOUT_S))
+        return self._layer_variant if state.arrived >= ops.ABORTED else None
+
+    def forbid(self, variant: str) -> None:
+        """Do without a kernel from now on; what was recorded is recorded again, and scratch memory is made anew."""
+        self.kernels.quarantine |= {variant}
+        self._generation = -1
 
     def tune(self, tuning: Tuning) -> None:
         """Use these variants from now on; what was recorded is recorded again."""
@@ -163,7 +197,7 @@ class Steps:
         recording.barrier()
         if timed != "no":
             recording.timestamp("begin")
-        step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops")
+        step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops", whole_layers=True)
         step.embed()
         self.record_layers(step, STEP)
         step.head(self.logits)
@@ -398,4 +432,8 @@ class Steps:
             )
         finally:
             recording.release()
-        return max(4, *(plan.scratch_bytes for plan in plans)), max(plan.counter_bytes for plan in plans)
+        demands = [(plan.scratch_bytes, plan.counter_bytes) for plan in plans]
+        whole = self.layer_plan(max_keys)
+        if whole is not None:
+            demands.append((whole.scratch_bytes, whole.counter_bytes))
+        return max(4, *(scratch for scratch, _ in demands)), max(counters for _, counters in demands)

@@ -21,6 +21,7 @@ from xinfer.ops._base import (
     Recorder,
     Rows,
     RowState,
+    proofs,
     row_stride,
 )
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
@@ -81,6 +82,7 @@ __all__ = [
     "parts_bytes",
     "plan_attention",
     "plan_layer",
+    "proofs",
     "resident_groups",
     "rms_norm",
     "rope",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 import threading
@@ -165,17 +166,30 @@ class CacheBlocks:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even")
 
 
+@functools.cache
+def proof(variant_id: str) -> str:
+    """What stands for a variant as it is now: another source is another proof."""
+    return shaders.source_hash(variants()[variant_id])
+
+
+def proofs(names: Iterable[str]) -> dict[str, str]:
+    """Of those variants that need one, the proof that they have been seen to do well."""
+    return {name: proof(name) for name in names if variants()[name].needs_proof}
+
+
 class KernelSet:
     """The kernels of one device, made when first used; a variant in `quarantine` is never used.
 
-    Variants that rely on what no API promises are used only where they are `proved`: where `xinfer doctor` has run
-    them with this driver.
+    Variants that rely on what no API promises are used only where `proved` has their proof: where `xinfer doctor` has
+    run them, as they are, with this driver.
     """
 
-    def __init__(self, device: Device, *, quarantine: Iterable[str] = (), proved: Iterable[str] = ()) -> None:
+    def __init__(
+        self, device: Device, *, quarantine: Iterable[str] = (), proved: Mapping[str, str] | None = None
+    ) -> None:
         self.device = device
         self.quarantine = frozenset(quarantine)
-        self.proved = frozenset(proved)
+        self.proved = dict(proved or {})
         self._kernels: dict[str, Kernel] = {}
         self._lock = threading.Lock()
 
@@ -196,7 +210,7 @@ class KernelSet:
                 return False
         return (
             variant_id not in self.quarantine
-            and (variant_id in self.proved or not variant.needs_proof)
+            and (not variant.needs_proof or self.proved.get(variant_id) == proof(variant_id))
             and variant.needs <= info.features
             and variant.shared_bytes <= info.max_shared_bytes
             and lanes <= info.max_workgroup_invocations

@@ -106,7 +106,6 @@ class LayerPlan:
     n_splits: int
     scratch_bytes: int  # counters of splits and float32 partial results
     counter_bytes: int  # of them, in front: zero before the first use, and again after each
-    ahead: bool = True  # weights are loaded before a barrier has been waited for
 
 
 def resident_groups(info: DeviceInfo) -> int | None:
@@ -125,7 +124,6 @@ def plan_layer(
     variant: str | None = None,
     n_groups: int | None = None,
     n_splits: int | None = None,
-    ahead: bool = True,
 ) -> LayerPlan | None:
     """How decode steps run `layers` whole, with up to `max_keys` keys; None where they cannot, or it is not wanted.
 
@@ -162,7 +160,6 @@ def plan_layer(
         n_splits=splits,
         scratch_bytes=counters + partial,
         counter_bytes=counters,
-        ahead=ahead,
     )
 
 
@@ -229,7 +226,7 @@ def decode_layer(
         "gated_offset": rows.gated.offset,
         **at,
         "eps": float(eps),
-        "set_shifts": shifts[0] | shifts[1] << 8 | shifts[2] << 16 | (not plan.ahead) << 24,
+        "set_shifts": shifts[0] | shifts[1] << 8 | shifts[2] << 16,
         "first_phase": int(first),
         "n_phases": last - first + 1,
         "arrivals": arrivals,

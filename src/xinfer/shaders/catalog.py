@@ -481,15 +481,15 @@ LAYER_CONSTANTS = (
 )
 LAYER_STAGE_LOADS = 640  # 16-byte loads of weights whose activations a workgroup holds
 LAYER_PARTS = 512  # partial sums that it has room for
-# Lanes, rows and loads of a lane at once: the first is used, the others are for `benchmarks/layer_kernel.py`.
-LAYER_FORMS = ((512, 4, 4), (512, 2, 4), (256, 4, 4), (1024, 2, 4))
+LayerForm = tuple[int, int, int, int]
+# Lanes, rows and loads of a lane at once, and whether weights are loaded while a barrier is waited for: the first is
+# used, the others are for `benchmarks/layer_kernel.py`, and for drivers that take no more than 256 lanes.
+LAYER_FORMS: tuple[LayerForm, ...] = ((512, 4, 4, 1), (512, 4, 4, 0), (512, 2, 4, 1), (256, 4, 4, 1), (1024, 2, 4, 1))
 
 
-def layer_id(
-    weight_format: str, cache_format: str, dim_max: int, heads: int, form: tuple[int, int, int] = LAYER_FORMS[0]
-) -> str:
+def layer_id(weight_format: str, cache_format: str, dim_max: int, heads: int, form: LayerForm = LAYER_FORMS[0]) -> str:
     """The id of a layer's kernel."""
-    marks = "" if form == LAYER_FORMS[0] else ".l{}r{}u{}".format(*form)
+    marks = "" if form == LAYER_FORMS[0] else ".l{}r{}u{}".format(*form[:3]) + ".late" * (not form[3])
     return f"decode_layer.{weight_format}.cache_{cache_format}.dim{dim_max}.heads{heads}{marks}"
 
 
@@ -497,7 +497,7 @@ def _decode_layer() -> Iterator[Variant]:
     usual = itertools.product(("f16", "bf16"), ("f16", "f32"), (64, 128), (2, 8), LAYER_FORMS[:1])
     tried = itertools.product(("f16",), ("f16",), (64, 128), (2,), LAYER_FORMS[1:])
     for weight_format, cache_format, dim_max, heads, form in (*usual, *tried):
-        lanes, rows, loads = form
+        lanes, rows, loads, ahead = form
         values = 4 if cache_format == "f32" else 8
         pieces = dim_max // values
         keys = 1024 // pieces
@@ -511,7 +511,7 @@ def _decode_layer() -> Iterator[Variant]:
             defines=(
                 *(("FORMAT", FORMATS[cache_format]), ("WEIGHTS_FORMAT", FORMATS[weight_format]), ("WAVE", 1)),
                 *(("GROUP", lanes), ("DIM_MAX", dim_max), ("HEADS", heads), ("KEYS", keys), ("STAGED", tile)),
-                *(("WEIGHT_ROWS", rows), ("WEIGHT_LOADS", loads)),
+                *(("WEIGHT_ROWS", rows), ("WEIGHT_LOADS", loads), ("AHEAD", ahead)),
             ),
             buffers=("layer", "floats", "k_cache", "v_cache", "block_table", "state", "scratch", "table"),
             constants=LAYER_CONSTANTS,

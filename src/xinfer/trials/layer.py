@@ -73,7 +73,6 @@ class LayerTrial:
     window: int | None = None
     n_groups: int | None = None
     n_splits: int | None = None
-    ahead: bool = True
     op: str = "decode_layer"
 
     @property
@@ -226,7 +225,6 @@ class _Given:
             variant=variant,
             n_groups=trial.n_groups or ops.resident_groups(info) or 1,
             n_splits=trial.n_splits,
-            ahead=trial.ahead,
         )
 
     def begin(self, plan: LayerPlan) -> None:
@@ -238,7 +236,7 @@ class _Given:
         device.upload(self.state.place[: ops.STATE_BYTES], self._row())
         for part, kept in zip(self._stored, self._kept, strict=True):
             device.upload(part.place[: kept.nbytes], kept.tobytes())
-        scratch = put_scratch(self._bench, plan)  # type: ignore[arg-type]
+        scratch = put_scratch(self._bench, plan)
         assert scratch is not None
         self.scratch = scratch
 

@@ -21,7 +21,7 @@ def recorded_variants(steps: Steps, network: Network, space: Workspace, n: int) 
     used: list[str] = []
     recording = steps.device.create_recording("asked for its kernels")
     try:
-        asked = Pass(network, space, n, recording)
+        asked = Pass(network, space, n, recording, whole_layers=space is steps.one)
         asked.on = WatchedRecorder(recording, network.kernels, used)
         asked.embed()
         for i in range(network.config.num_hidden_layers):
@@ -66,7 +66,8 @@ def full_context(steps: Steps) -> Iterator[Network]:
     scratch = steps.device.create_buffer(scratch_bytes, "device", "attention splits of a full context")
     try:
         steps.device.upload(scratch[:counter_bytes], bytes(counter_bytes))
-        yield dataclasses.replace(network, scratch=scratch, max_keys=steps.context)
+        plan = steps.layer_plan(steps.context)
+        yield dataclasses.replace(network, scratch=scratch, max_keys=steps.context, layer_plan=plan)
     finally:
         scratch.release()
 

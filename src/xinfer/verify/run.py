@@ -73,8 +73,10 @@ def _verify_on(
         return lambda done, total: None if progress is None else progress(stage, done, total)
 
     with opened as device, ModelWeights.open(folder) as weights:
-        quarantine = Quarantine(warn=warn).variants_for(device.info)
-        with QwenModel.load(weights, device, quarantine=quarantine, progress=staged("load")) as model:
+        kept = Quarantine(warn=warn)
+        quarantine = kept.variants_for(device.info)
+        kernels: dict[str, Any] = {"quarantine": quarantine, "proved": kept.proved_for(device.info)}
+        with QwenModel.load(weights, device, **kernels, progress=staged("load")) as model:
             session = Session(model, Oracle(weights), n_steps=n_steps, longest=longest, progress=staged("verify"))
             session.run()
             diagnoses = diagnose(session.findings, device, model.steps.kernels)
