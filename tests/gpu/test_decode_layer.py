@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -85,6 +85,22 @@ def check(device: Device, kernels: KernelSet, trial: LayerTrial, variant: str) -
 def test_every_variant_is_right(device: Device, shared_kernels: KernelSet, variant: str) -> None:
     dim = 64 if ".dim64." in variant else 128
     check(device, shared_kernels, layer_trial(variant, dim=dim, heads=(3, 1), n_keys=140, n_groups=1), variant)
+
+
+@pytest.mark.soak
+def test_every_variant_is_right_where_a_workgroup_may_have_512_lanes(run_with_subgroups: Callable[..., str]) -> None:
+    """In waves of 16: of 8 the software driver takes 32 a workgroup at most."""
+    arguments = (
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/gpu/test_decode_layer.py",
+        "-k",
+        "is_right and not where",
+    )
+    assert " passed" in run_with_subgroups(16, *arguments, timeout_s=1800)
 
 
 @pytest.mark.parametrize(

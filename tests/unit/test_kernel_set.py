@@ -64,8 +64,8 @@ def test_what_no_api_promises_is_used_only_where_it_is_proved() -> None:
     """The proof is of the kernel as it is: of another source it says nothing."""
     variant = next(variant for variant in variants().values() if variant.needs_proof)
     features = frozenset({"subgroup_size_control"}).union(*(variant.needs for variant in variants().values()))
-    limits = {"max_workgroup_subgroups": None, "max_shared_bytes": 1 << 20, "max_workgroup_invocations": 1024}
-    device = NullDevice(dataclasses.replace(INFO, features=features, **limits))
+    info = dataclasses.replace(INFO, features=features, max_shared_bytes=1 << 20, max_workgroup_invocations=1024)
+    device = NullDevice(info)
     assert not KernelSet(device).usable(variant.id)
     assert KernelSet(device, proved=proofs([variant.id, PLAIN.id])).usable(variant.id)
     assert not KernelSet(device, proved={variant.id: "of another source"}).usable(variant.id)

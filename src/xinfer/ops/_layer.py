@@ -33,7 +33,7 @@ NVIDIA = 0x10DE
 # there: one on each multiprocessor.
 RESIDENT_GROUPS = {(NVIDIA, "H200"): 132}
 
-POLLS = 8 * 20_000  # looks at a dispatch's barriers: a fraction of a second, and few enough for MAX_TRIPS
+POLLS = 8 * 9_000  # looks at a dispatch's barriers: some tens of milliseconds, and few enough for MAX_TRIPS
 POLLS_A_TRIP = 8
 VALUES_PER_LOAD = 8
 
