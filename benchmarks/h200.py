@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from xinfer import gpu, ops
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.forward import Tuning
 from xinfer.kv_cache import KVCache
 from xinfer.model import names
@@ -462,7 +462,7 @@ def loaded(folder: Path, device: Device, *, exact: bool) -> Iterator[tuple[QwenM
     """A model on the device, and the bytes a second of its load; exact: nothing is rounded to f16 but weights."""
     with ModelWeights.open(folder) as weights:
         began = time.perf_counter()
-        model = QwenModel.load(weights, device, kv_dtype="f32" if exact else "f16", exact=exact)
+        model = QwenModel.load(weights, device, ModelOptions(kv_cache="f32" if exact else "f16", exact=exact))
         rate = weights.nbytes / (time.perf_counter() - began)
     with model:
         yield model, rate

@@ -22,7 +22,7 @@ from xinfer import LLM, gpu
 from xinfer.checkpoint import Checkpoint
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, RequestError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -96,7 +96,7 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
     ids, n_valid = checkpoint.encode("ROMEO."), checkpoint.tokenizer.size
     with (
         ModelWeights.open(checkpoint.folder) as weights,
-        QwenModel.load(weights, device, kv_dtype="f32", exact=True) as model,
+        QwenModel.load(weights, device, ModelOptions(kv_cache="f32", exact=True)) as model,
     ):
         cache = model.make_cache(400)
         model.extend(ids[:-1], cache) if len(ids) > 1 else None

@@ -14,7 +14,7 @@ from tests.gpu.op_bench import Array
 import build_shaders
 from xinfer import ops, shaders
 from xinfer.gpu.api import Device, KernelCode
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -60,7 +60,7 @@ def cores(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logits(folder: Path, device: Device, ids: Any, *, exact: bool) -> tuple[Array, set[str]]:
     """All logits, and the kernels that were used."""
-    with ModelWeights.open(folder) as weights, QwenModel.load(weights, device, exact=exact) as model:
+    with ModelWeights.open(folder) as weights, QwenModel.load(weights, device, ModelOptions(exact=exact)) as model:
         model._chunk = N_TOKENS
         found = model.forward(ids)
         return found, set(model.steps.kernels._kernels)

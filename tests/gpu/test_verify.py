@@ -19,7 +19,7 @@ import build_shaders
 from xinfer import gpu
 from xinfer.cli.app import app
 from xinfer.errors import DeviceError, NumericalError
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.forward import Pass
 from xinfer.gpu_model.steps import ROW_BUCKETS, Steps
 from xinfer.model.synthetic import SyntheticSpec
@@ -83,7 +83,7 @@ def test_every_kernel_that_the_model_records_is_judged(checkpoint: CheckpointFac
     used: set[str] = set()
     with gpu.open_device("vulkan") as device, ModelWeights.open(folder) as weights:  # type: ignore[union-attr]
         for context in (300, 16_384):
-            with QwenModel.load(weights, device, context=context) as model:
+            with QwenModel.load(weights, device, ModelOptions(context=context)) as model:
                 model.make_cache(context).reserve(context)
                 used |= kernels_of(model)
     assert used - judged(report) == set(report["not_tried"])
@@ -238,7 +238,7 @@ def test_streamed_layers_are_verified_too(checkpoint: CheckpointFactory, monkeyp
     modes = []
 
     def streaming(weights: Any, device: Any, **options: Any) -> QwenModel:
-        model = load(weights, device, mode="streaming", **options)
+        model = load(weights, device, ModelOptions(mode="streaming"), **options)
         modes.append(model.steps.resident)
         return model
 

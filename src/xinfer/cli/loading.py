@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xinfer.cli.options import byte_count
 from xinfer.cli.output import say
 from xinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from xinfer.gpu_model import ModelOptions
     from xinfer.llm import LLM
 
 
@@ -24,24 +24,14 @@ def resolve(model: str) -> Path:
 
 
 @contextmanager
-def load(
-    model: str,
-    device: str,
-    context: int | None,
-    kv_cache: str = "f16",
-    *,
-    vram_budget: str | None = None,
-    quiet: bool = False,
-    exact: bool = False,
-    canary: bool = False,
-) -> Iterator[LLM]:
+def load(model: str, device: str, options: ModelOptions, *, canary: bool = False, quiet: bool = False) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
-    options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache, "canary": canary}
-    options["exact"] = exact
-    options["vram_budget"] = byte_count(vram_budget)
-    with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
+    with (
+        progress_bars(quiet=quiet) as progress,
+        LLM(model, options, device=device, canary=canary, progress=progress) as llm,
+    ):
         warn_of_software(device, llm.device, is_software=llm.is_software)
         if not quiet and (chosen := llm.chosen()):
             say(chosen)
