@@ -31,7 +31,8 @@ from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 from xinfer.transcript import Turn, encode_after
 
-Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
+# Stage ("load" in bytes, "prefill" in tokens, "compile" in kernels), done, total.
+Progress = Callable[[str, int, int], None]
 
 CPU = "cpu"
 LONG_TEXT = 100_000  # characters; less is encoded in a moment
@@ -162,7 +163,7 @@ class LLM:
         device: "auto" (a GPU where there is one, else the CPU), "cpu", "vulkan" (also where only a software driver is),
             "vulkan:1", "d3d12", or part of an adapter's name.
         options: context, kv_cache, mode, vram_budget and exact, as `ModelOptions` describes them.
-        progress: called with (stage, done, total) while loading and reading long prompts.
+        progress: called with (stage, done, total) while loading, making kernels and reading long prompts.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
         values: single values of `ModelOptions` in place of those of `options`, such as `context=4096`.
@@ -411,9 +412,8 @@ def load_model(
     if opened is None:
         return LoadedModel(_load_reference(folder, progress))
 
-    def loaded(done: int, total: int) -> None:
-        if progress is not None:
-            progress("load", done, total)
+    def staged(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: None if progress is None else progress(stage, done, total)
 
     try:
         forbidden = Quarantine(warn=_log.warning).entries_for(opened.info)
@@ -421,7 +421,12 @@ def load_model(
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
-            model = QwenModel.load(weights, opened, options, quarantine=variants, progress=loaded)
+            model = QwenModel.load(
+                *(weights, opened, options),
+                quarantine=variants,
+                progress=staged("load"),
+                on_compile=staged("compile"),
+            )
         return LoadedModel(model, opened)
     except BaseException:
         with suppress(ResourceWarning):  # of a device that hangs; what went wrong is to be told

@@ -56,12 +56,19 @@ class QwenModel:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        on_compile: Progress | None = None,
     ) -> None:
         self.config = config
         self.plan = plan  # what it takes of the device's memory, and which layers are streamed
         self.device = device
         self._weights = weights
-        self._steps = Steps(device, config, weights, plan, context=context, exact=exact, quarantine=quarantine)
+        self._steps = Steps(
+            *(device, config, weights, plan),
+            context=context,
+            exact=exact,
+            quarantine=quarantine,
+            on_compile=on_compile,
+        )
         self._lock = threading.RLock()
         # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
         # has to wait for all of them: then a chunk is as large as it can be.
@@ -82,6 +89,7 @@ class QwenModel:
         split: Split | None = None,
         quarantine: Iterable[str] = (),
         progress: Progress | None = None,
+        on_compile: Progress | None = None,
     ) -> Self:
         """Upload the weights that fit, once; the others are copied to the device again for each step.
 
@@ -94,6 +102,7 @@ class QwenModel:
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
             progress: called with bytes read and bytes in all.
+            on_compile: called with kernels made and kernels in all, each time that a recording takes new ones.
 
         Raises:
             OutOfMemoryError: the device has too little memory; nothing has been read. It says what is missing and
@@ -107,7 +116,13 @@ class QwenModel:
         plan = plan_for(weights, device, options, split=split)
         loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
-            return cls(device, config, loaded, plan, context=most, exact=options.exact, quarantine=quarantine)
+            return cls(
+                *(device, config, loaded, plan),
+                context=most,
+                exact=options.exact,
+                quarantine=quarantine,
+                on_compile=on_compile,
+            )
         except BaseException:
             loaded.release()
             raise

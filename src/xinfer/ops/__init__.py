@@ -20,6 +20,7 @@ from xinfer.ops._base import (
     Recorder,
     Rows,
     RowState,
+    WantedKernels,
     row_stride,
 )
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
@@ -54,6 +55,7 @@ __all__ = [
     "Recorder",
     "RowState",
     "Rows",
+    "WantedKernels",
     "add",
     "argmax",
     "argmax_scratch_bytes",

@@ -41,7 +41,7 @@ def verify(
         against: another device or API; the report then holds its report, and a verdict on the two.
         n_steps: decode steps behind a short and a long prompt.
         longest: tokens of the longest prompt; None: 513, or less on a software driver that would take minutes.
-        progress: called with "load" or "verify", what is done and what there is to do.
+        progress: called with "load", "compile" or "verify", what is done and what there is to do.
         warn: told what is wrong with the quarantine file.
 
     Raises:
@@ -74,7 +74,9 @@ def _verify_on(
 
     with opened as device, ModelWeights.open(folder) as weights:
         quarantine = Quarantine(warn=warn).variants_for(device.info)
-        with QwenModel.load(weights, device, quarantine=quarantine, progress=staged("load")) as model:
+        with QwenModel.load(
+            *(weights, device), quarantine=quarantine, progress=staged("load"), on_compile=staged("compile")
+        ) as model:
             session = Session(model, Oracle(weights), n_steps=n_steps, longest=longest, progress=staged("verify"))
             session.run()
             diagnoses = diagnose(session.findings, device, model.steps.kernels)
