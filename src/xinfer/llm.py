@@ -42,9 +42,13 @@ _log = logging.getLogger("xinfer")  # warnings go to stderr where nobody has set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What one generation cost. Times in seconds."""
+    """What one generation cost. Times in seconds.
+
+    `fallback` says why the device is the CPU where "auto" was to find a GPU; else it is None.
+    """
 
     device: str
+    fallback: str | None
     seed: int
     prompt_tokens: int
     cached_tokens: int
@@ -201,6 +205,7 @@ class LLM:
         first = self._loaded.loaded
         self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
         self.device = first.device_name
+        self.fallback = first.fallback  # for people: why "auto" took the CPU
         self.is_software = first.is_software
         self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
@@ -321,7 +326,13 @@ class LLM:
             self._progress("prefill", done, total)
 
     def _stats(self, timing: Timing, seed: int) -> Stats:
-        return Stats(device=self.device, seed=seed, load_seconds=self.load_seconds, **dataclasses.asdict(timing))
+        return Stats(
+            device=self.device,
+            fallback=self.fallback,
+            seed=seed,
+            load_seconds=self.load_seconds,
+            **dataclasses.asdict(timing),
+        )
 
 
 class Conversation:
@@ -367,8 +378,11 @@ class Conversation:
 class LoadedModel:
     """A model on a device. A context manager: at its end model and device are closed."""
 
-    def __init__(self, model: ReferenceModel | QwenModel, device: Device | None = None) -> None:
+    def __init__(
+        self, model: ReferenceModel | QwenModel, device: Device | None = None, *, fallback: str | None = None
+    ) -> None:
         self.model = model
+        self.fallback = fallback  # for people: why "auto" took the CPU; None where a device was asked for, or found
         self.device = device  # None: the CPU
         info = None if device is None else device.info
         self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
@@ -408,9 +422,11 @@ def load_model(
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
-    opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
-    if opened is None:
+    if device.strip().lower() == CPU:
         return LoadedModel(_load_reference(folder, progress))
+    opened = gpu.open_device(device, mark_ops=mark_ops)
+    if opened is None:
+        return LoadedModel(_load_reference(folder, progress), fallback=gpu.why_no_gpu())
 
     def staged(stage: str) -> Callable[[int, int], None]:
         return lambda done, total: None if progress is None else progress(stage, done, total)

@@ -32,16 +32,18 @@ def load(model: str, device: str, options: ModelOptions, *, canary: bool = False
         progress_bars(quiet=quiet) as progress,
         LLM(model, options, device=device, canary=canary, progress=progress) as llm,
     ):
-        warn_of_software(device, llm.device, is_software=llm.is_software)
+        warn_of_device(device, llm.device, is_software=llm.is_software, fallback=None if quiet else llm.fallback)
         if not quiet and (chosen := llm.chosen()):
             say(chosen)
         yield llm
 
 
-def warn_of_software(selector: str, device_name: str, *, is_software: bool) -> None:
-    """Say so where an API was asked for, not an adapter, and all that it has is a software driver."""
+def warn_of_device(selector: str, device_name: str, *, is_software: bool, fallback: str | None) -> None:
+    """Say so where no GPU is used: "auto" found none, or the API that was asked for has a software driver only."""
     from xinfer import gpu
 
+    if fallback is not None:
+        say(f"the CPU is used, for --device auto found no GPU: {fallback} (xinfer devices says more)")
     if is_software and selector.strip().lower() in gpu.BACKENDS:
         say(f"warning: {device_name} is not a GPU, and slow; xinfer devices says what there is")
 

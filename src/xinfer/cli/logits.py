@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from xinfer.cli import options
-from xinfer.cli.loading import progress_bars, resolve, warn_of_software
+from xinfer.cli.loading import progress_bars, resolve, warn_of_device
 from xinfer.cli.output import say
 from xinfer.cli.writing import check_target, replacing
 from xinfer.errors import ContextLengthError, NumericalError, RequestError
@@ -40,7 +40,7 @@ def logits(
     check_target(out, "--out")
     chosen, folder = options.model_options(ctx), resolve(model)
     with progress_bars() as progress, load_model(folder, chosen, device=device, progress=progress) as loaded:
-        warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
+        warn_of_device(device, loaded.device_name, is_software=loaded.is_software, fallback=loaded.fallback)
         limit = loaded.model.config.max_context
         if len(ids) > limit:
             raise ContextLengthError(f"{len(ids):,} tokens; this model takes {limit:,} at most: give fewer")
