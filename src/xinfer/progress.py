@@ -26,6 +26,7 @@ _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
     "compile": (MofNCompleteColumn(), TextColumn("kernels")),
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
+    "bench": (MofNCompleteColumn(), TextColumn("measurements")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }

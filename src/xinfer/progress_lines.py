@@ -14,8 +14,9 @@ TITLES = {
     "compile": "compiling kernels for this GPU, once",
     "verify": "comparing with the reference",
     "doctor": "trying kernels",
+    "bench": "measuring",
 }
-_UNITS = {"prefill": " tokens", "verify": " passes", "compile": " kernels"}
+_UNITS = {"prefill": " tokens", "verify": " passes", "compile": " kernels", "bench": " measurements"}
 
 
 class Lines:
