@@ -25,6 +25,7 @@ _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "load": (DownloadColumn(), TransferSpeedColumn()),  # bytes
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
+    "bench": (MofNCompleteColumn(), TextColumn("measurements")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }

@@ -13,8 +13,9 @@ TITLES = {
     "prefill": "reading the prompt",
     "verify": "comparing with the reference",
     "doctor": "trying kernels",
+    "bench": "measuring",
 }
-_UNITS = {"prefill": " tokens", "verify": " passes"}
+_UNITS = {"prefill": " tokens", "verify": " passes", "bench": " measurements"}
 
 
 class Lines:

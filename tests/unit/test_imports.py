@@ -19,6 +19,7 @@ ALLOWED = {
     "errors": set(),
     "cli": {
         "_version",
+        "bench",
         "doctor",
         "gpu",
         "hub",
@@ -31,6 +32,7 @@ ALLOWED = {
         "sampling",
         "verify",
     },
+    "bench": {"_version", "gpu", "gpu_model", "kv_cache", "llm", "model", "ops"},
     "doctor": {"_version", "gpu", "model", "ops", "quarantine", "shaders", "trials"},
     "verify": {"_version", "gpu", "gpu_model", "kv_cache", "model", "ops", "quarantine", "trials"},
     "trials": {"gpu", "model", "ops", "shaders"},
@@ -75,6 +77,7 @@ ALLOWED = {
 THIRD_PARTY = {
     "model": {"numpy", "ml_dtypes", "safetensors", "tokenizers"},  # tokenizers: only synthetic, to write one
     "engine": {"numpy"},
+    "bench": {"matplotlib", "numpy"},
     "llm": {"numpy"},
     "recovery": {"numpy"},
     "checkpoint": {"numpy"},

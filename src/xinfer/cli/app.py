@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from xinfer._version import __version__
+from xinfer.cli.bench import bench
 from xinfer.cli.chat import chat
 from xinfer.cli.devices import devices
 from xinfer.cli.doctor import doctor
@@ -26,7 +27,7 @@ from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, bench, synth)
 
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
