@@ -13,7 +13,7 @@ import build_shaders
 from xinfer import kv_cache
 from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Buffer, BufferKind, Device, MemoryStatus
-from xinfer.gpu_model import QwenModel, watch
+from xinfer.gpu_model import ModelOptions, QwenModel, watch
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move, layers_to_return
@@ -65,12 +65,12 @@ def test_the_answer_goes_on_with_fewer_layers_resident(
     moved: int,
 ) -> None:
     with ModelWeights.open(checkpoint(SPEC)) as weights:
-        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=before) as model:
             cache = model.make_cache(60)
             model.extend(IDS[:-1], cache)
             expected = list(model.greedy(IDS[-1], cache, limit=30))
             logits = model.forward(IDS, last_only=True)
-        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=before) as model:
             layer = model.plan.layout.slot_bytes
             cache = model.make_cache(60)
             model.extend(IDS[:-1], cache)
@@ -110,11 +110,11 @@ def test_layers_return_when_memory_is_free_again(
 ) -> None:
     monkeypatch.setattr(watch, "PATIENCE_S", 0.0)
     with ModelWeights.open(checkpoint(SPEC)) as weights:
-        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=before) as model:
             cache = model.make_cache(60)
             model.extend(IDS[:-1], cache)
             expected = list(model.greedy(IDS[-1], cache, limit=30))
-        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=before) as model:
             layer, meter = model.plan.layout.slot_bytes, device.allocator.meter  # type: ignore[attr-defined]
             cache = model.make_cache(60)
             model.extend(IDS[:-1], cache)
@@ -190,7 +190,10 @@ def test_a_cache_takes_no_memory_of_layers_that_are_to_be_resident(
     device: Device, checkpoint: CheckpointFactory, exceed: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_cache, "FIRST_TOKENS", 32)
-    with ModelWeights.open(checkpoint(SPEC)) as weights, QwenModel.load(weights, device, mode="resident") as model:
+    with (
+        ModelWeights.open(checkpoint(SPEC)) as weights,
+        QwenModel.load(weights, device, ModelOptions(mode="resident")) as model,
+    ):
         cache = model.make_cache(100)
         model.extend(IDS, cache)
         exceed(-1000)
