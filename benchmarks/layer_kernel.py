@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
-from h200 import Deadline, fill_cache, loaded, write_checkpoint
+from h200 import Deadline, loaded, write_checkpoint
 from xinfer import gpu, ops
+from xinfer.bench.loops import filled_device_cache
 from xinfer.errors import XinferError
 from xinfer.gpu.api import Device, Recording
 from xinfer.gpu_model import QwenModel
@@ -79,7 +80,7 @@ def logits(model: QwenModel) -> Any:
 
 def seconds_a_token(model: QwenModel, context: int, *, repeats: int) -> float:
     """The median of some decode loops, by the wall."""
-    cache = fill_cache(model, context, TOKENS + WARM + 1)
+    cache = filled_device_cache(model, context, TOKENS + WARM + 1)
     runs = []
     for _ in range(repeats):
         cache.truncate(context)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from xinfer.gpu.api import Bindable, Buffer, BufferSlice, DeviceInfo
+from xinfer.gpu.api import Bindable, BufferSlice, DeviceInfo
 from xinfer.ops._attention import COUNTER_BYTES, FEW_KEYS, attention_trips
 from xinfer.ops._base import MAX_TRIPS, CacheBlocks, KernelSet, Matrix, Recorder, Rows, ceil_div, expect
 from xinfer.shaders.catalog import (
@@ -195,7 +195,7 @@ def decode_layer(
     of which the first `plan.counter_bytes` are zero before the first use. The new row of the cache is written.
     """
     first, last = phases
-    floats = _one_buffer(rows, label)
+    floats, offsets = _one_buffer(rows, label)
     q_size = rows.attn.width
     kv_size = (rows.qkv.width - q_size) // 2
     expect(0 <= first <= last <= Phase.DOWN, f"{label}: no phases {first} to {last}")
@@ -211,19 +211,19 @@ def decode_layer(
         "n_kv_heads": cache.n_kv_heads,
         "head_dim": cache.head_dim,
         "q_stride": 0,
-        "q_offset": rows.qkv.offset,
+        "q_offset": offsets["qkv"],
         "out_stride": 0,
-        "out_offset": rows.attn.offset,
+        "out_offset": offsets["attn"],
         "table_stride": cache.table_stride,
         "window": window or 0,
         "n_splits": plan.n_splits,
         "scale": cache.head_dim**-0.5,
-        "k_offset": rows.qkv.offset + q_size,
-        "v_offset": rows.qkv.offset + q_size + kv_size,
+        "k_offset": offsets["qkv"] + q_size,
+        "v_offset": offsets["qkv"] + q_size + kv_size,
         "hidden": w.qkv.columns,
         "inner": w.down.columns,
-        "x_offset": rows.x.offset,
-        "gated_offset": rows.gated.offset,
+        "x_offset": offsets["x"],
+        "gated_offset": offsets["gated"],
         **at,
         "eps": float(eps),
         "set_shifts": shifts[0] | shifts[1] << 8 | shifts[2] << 16,
@@ -331,11 +331,11 @@ def _places(w: LayerTensors) -> tuple[Bindable, dict[str, int]]:
     return places[0].buffer, {name: place.offset // LOAD_BYTES for name, place in zip(names, places, strict=True)}
 
 
-def _one_buffer(rows: LayerRows, label: str) -> Bindable:
-    """What the activations lie in; their offsets count from its start."""
-    parts = (rows.x, rows.qkv, rows.attn, rows.gated)
-    places: set[Buffer | BufferSlice] = {part.place for part in parts}
-    expect(
-        len(places) == 1 and all(part.n == 1 for part in parts), f"{label}: one row of each activation in one buffer"
-    )
-    return parts[0].place
+def _one_buffer(rows: LayerRows, label: str) -> tuple[Bindable, dict[str, int]]:
+    """What the activations lie in, and where in it, in floats."""
+    parts = {"x": rows.x, "qkv": rows.qkv, "attn": rows.attn, "gated": rows.gated}
+    places = {name: _slice(part.place) for name, part in parts.items()}
+    one = len({place.buffer for place in places.values()}) == 1 and all(part.n == 1 for part in parts.values())
+    expect(one, f"{label}: one row of each activation in one buffer")
+    offsets = {name: place.offset // 4 + parts[name].offset for name, place in places.items()}
+    return places["x"].buffer, offsets
