@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from xinfer.gpu_model import Stages, check_memory_options, predict
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
+from xinfer.tuning_file import TuningFile
 
 PREFILL_ROWS = 512  # activation rows that a prefill works on at a time
 
@@ -71,11 +73,13 @@ def predict_model(
             mode=mode,  # type: ignore[arg-type]
             vram_budget=vram_budget,
             quarantine=forbidden,
+            tuning=partial(TuningFile().preferred, opened.info),
             progress=progress,
         )
         plan = found.plan
         return {
             "device": f"{opened.info.api}:{opened.info.index} {opened.info.name}",
+            "tuned": found.tuned,
             "layers": plan.config.num_hidden_layers,
             "streamed_layers": len(plan.split.streamed),
             "bytes_a_token_over_the_bus": plan.a_token,
@@ -111,6 +115,10 @@ def render_prediction(report: dict[str, Any]) -> str:
     rates += f", {at_context:,.1f} at the end of the context" if at_context else ""
     rows = [
         ("layers", layers),
+        (
+            "kernels",
+            "as xinfer tune has chosen them" if report["tuned"] else "by rule; xinfer tune may find faster ones",
+        ),
         (
             "VRAM",
             (

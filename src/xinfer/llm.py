@@ -30,6 +30,7 @@ from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 from xinfer.transcript import Turn, encode_after
+from xinfer.tuning_file import TuningFile
 
 Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
 
@@ -44,6 +45,7 @@ class Stats:
     """What one generation cost. Times in seconds."""
 
     device: str
+    tuned: bool  # whether kernels that `xinfer tune` has chosen are in use
     seed: int
     prompt_tokens: int
     cached_tokens: int
@@ -173,6 +175,8 @@ class LLM:
             as f16 has, which is faster. Without matrix cores, and for single tokens, they are float32 in either case.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
+        tuning: use the kernels that `xinfer tune` has chosen for this model's shapes on this device, where it has been
+            run: sums in another order, so that greedy text may differ where two tokens are as good as equal.
 
     A device that is lost is opened again and the model loaded again; a warning says so, and answers go on as they would
     have. After the third loss at one op they end in a DeviceLostError.
@@ -190,9 +194,10 @@ class LLM:
         progress: Progress | None = None,
         exact: bool = False,
         canary: bool = False,
+        tuning: bool = True,
     ) -> None:
         started = time.perf_counter()
-        _check_types(device, progress, exact=exact, canary=canary)
+        _check_types(device, progress, exact=exact, canary=canary, tuning=tuning)
         self.checkpoint = Checkpoint(model)
         self.context = check_context(context, self.checkpoint.config)
         self._progress = progress
@@ -201,7 +206,7 @@ class LLM:
         )  # (vocab_size,) bool
         folder = self.checkpoint.folder
         memory: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "mode": mode, "vram_budget": vram_budget}
-        memory["exact"] = exact
+        memory |= {"exact": exact, "tuning": tuning}
 
         def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
             selector = device if before is None else f"{before.api}:{before.index}"
@@ -212,6 +217,7 @@ class LLM:
         self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
         self.device = first.device_name
         self.is_software = first.is_software
+        self.tuned = first.tuned  # whether kernels that `xinfer tune` has chosen are in use
         self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
 
@@ -331,7 +337,13 @@ class LLM:
             self._progress("prefill", done, total)
 
     def _stats(self, timing: Timing, seed: int) -> Stats:
-        return Stats(device=self.device, seed=seed, load_seconds=self.load_seconds, **dataclasses.asdict(timing))
+        known: dict[str, Any] = {
+            "device": self.device,
+            "tuned": self.tuned,
+            "seed": seed,
+            "load_seconds": self.load_seconds,
+        }
+        return Stats(**known, **dataclasses.asdict(timing))
 
 
 class Conversation:
@@ -383,6 +395,7 @@ class LoadedModel:
         info = None if device is None else device.info
         self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
         self.streaming = model.plan.streaming if isinstance(model, QwenModel) else None
+        self.tuned = isinstance(model, QwenModel) and bool(model.steps.tuning)
         software = " (software)" if self.is_software else ""
         self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
@@ -410,6 +423,7 @@ def load_model(
     mode: Mode = "auto",
     vram_budget: int | None = None,
     exact: bool = False,
+    tuning: bool = True,
     progress: Progress | None = None,
     mark_ops: bool = False,
 ) -> LoadedModel:
@@ -436,12 +450,14 @@ def load_model(
         if forbidden:
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
+        chosen = TuningFile(warn=_log.warning)
         with ModelWeights.open(folder) as weights:
             memory: dict[str, Any] = {"kv_dtype": kv_cache, "mode": mode, "vram_budget": vram_budget}
             options: dict[str, Any] = {
                 "context": context,
                 "exact": exact,
                 "quarantine": variants,
+                "tuning": partial(chosen.preferred, opened.info, exact=exact) if tuning else None,
                 "progress": loaded,
             }
             model = QwenModel.load(weights, opened, **memory, **options)

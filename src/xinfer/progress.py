@@ -26,6 +26,7 @@ _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
     "bench": (MofNCompleteColumn(), TextColumn("measurements")),
+    "tune": (MofNCompleteColumn(), TextColumn("ops")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }

@@ -14,6 +14,7 @@ TITLES = {
     "verify": "comparing with the reference",
     "doctor": "trying kernels",
     "bench": "measuring",
+    "tune": "trying kernels",
 }
 _UNITS = {"prefill": " tokens", "verify": " passes", "bench": " measurements"}
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from xinfer import quarantine
+from xinfer import state_files
 from xinfer.errors import DeviceError
 from xinfer.gpu import _disk
 from xinfer.gpu.null import INFO
-from xinfer.quarantine import Quarantine, describe
+from xinfer.quarantine import Quarantine, describe, quarantine_path
 
 NEWER = dataclasses.replace(INFO, driver_version="1")
 OTHER = dataclasses.replace(INFO, device_id=INFO.device_id + 1)
@@ -158,23 +158,23 @@ def test_two_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_lock_that_nobody_gives_back_is_waited_for_no_longer_than_it_takes(
     kept: Quarantine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quarantine, "LOCK_S", 0.05)
-    monkeypatch.setattr(quarantine, "_lock", lambda _: False)
+    monkeypatch.setattr(state_files, "LOCK_S", 0.05)
+    monkeypatch.setattr(state_files, "_lock", lambda _: False)
     kept.add(INFO, "a", "wrong")
     assert kept.variants_for(INFO) == {"a"}
 
 
 def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XINFER_QUARANTINE", str(tmp_path / "named"))
-    assert quarantine.quarantine_path() == tmp_path / "named"
+    assert quarantine_path() == tmp_path / "named"
     monkeypatch.delenv("XINFER_QUARANTINE")
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert quarantine.quarantine_path() == tmp_path / "xinfer" / "quarantine.json"
+    assert quarantine_path() == tmp_path / "xinfer" / "quarantine.json"
     monkeypatch.setenv("HOME", str(tmp_path))
     for relative in ("", "state", "./state", "~/state"):
         monkeypatch.setenv("XDG_STATE_HOME", relative)
-        assert quarantine.quarantine_path() == tmp_path / ".local" / "state" / "xinfer" / "quarantine.json"
+        assert quarantine_path() == tmp_path / ".local" / "state" / "xinfer" / "quarantine.json"
 
 
 def test_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def bench(
     exact: options.Exact = False,
     mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
+    no_tuning: options.NoTuning = False,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the roofline of a GPU as .png or .svg, with matplotlib."),
@@ -64,8 +65,8 @@ def bench(
         report = run(
             resolve(model),
             device=device,
-            prompts=_numbers(prompt, "--prompt"),
-            contexts=_numbers(context, "--context"),
+            prompts=options.numbers(prompt, "--prompt"),
+            contexts=options.numbers(context, "--context"),
             decode_tokens=decode_tokens,
             repeats=repeats,
             needs_gpu="" if plot is None else "--plot",
@@ -73,6 +74,7 @@ def bench(
             kv_cache=kv_cache,
             exact=exact,
             mode=mode,
+            tuning=not no_tuning,
             vram_budget=options.byte_count(vram_budget),
         )
     warn_of_software(device, report["device"], is_software="(software)" in report["device"])
@@ -81,13 +83,3 @@ def bench(
             draw(report, file, FORMS[plot.suffix.lower()])
         say(f"{plot}: the roofline")
     print_json(report) if as_json else typer.echo(as_text(report))
-
-
-def _numbers(text: str | None, option: str) -> list[int] | None:
-    """Whole numbers above 0 between commas, each once, in order."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r}; expected whole numbers above 0, such as 128,512", param_hint=option)
-    return sorted({int(part) for part in parts})

@@ -35,6 +35,7 @@ def chat(
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
+    no_tuning: options.NoTuning = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.", show_default=False)
     ] = None,
@@ -64,7 +65,7 @@ def chat(
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
-    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary}
+    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary, "tuning": not no_tuning}
     with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:

@@ -24,6 +24,7 @@ def generate(
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
+    no_tuning: options.NoTuning = False,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -57,6 +58,6 @@ def generate(
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
     values = options.sampling_values(ctx)
-    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary}
+    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary, "tuning": not no_tuning}
     with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
         print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

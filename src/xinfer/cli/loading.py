@@ -34,12 +34,13 @@ def load(
     quiet: bool = False,
     exact: bool = False,
     canary: bool = False,
+    tuning: bool = True,
 ) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
     options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache, "canary": canary}
-    options["exact"] = exact
+    options |= {"exact": exact, "tuning": tuning}
     options["vram_budget"] = byte_count(vram_budget)
     with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
         warn_of_software(device, llm.device, is_software=llm.is_software)

@@ -35,6 +35,10 @@ Canary = Annotated[
         help="Check every layer with a known token before each token: finds a GPU that was reset in silence. Slower.",
     ),
 ]
+NoTuning = Annotated[
+    bool,
+    typer.Option("--no-tuning", metavar="", help="Choose kernels by rule, also where xinfer tune has been run."),
+]
 KVCache = Annotated[
     str,
     typer.Option(
@@ -125,6 +129,16 @@ def byte_count(size: str | None) -> int | None:
     number, prefix, binary = found.groups()
     unit: int = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
     return round(min(float(number) * unit, LARGEST_SIZE))  # enough digits are infinity
+
+
+def numbers(text: str | None, option: str) -> list[int] | None:
+    """Whole numbers above 0 between commas, each once, in order."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r}; expected whole numbers above 0, such as 128,512", param_hint=option)
+    return sorted({int(part) for part in parts})
 
 
 def sampling_values(ctx: typer.Context) -> dict[str, Any]:

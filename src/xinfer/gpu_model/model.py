@@ -5,17 +5,17 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model.forward import Array, Tap, Tuning
+from xinfer.gpu_model.forward import Array, Tap
 from xinfer.gpu_model.greedy import Answer
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
@@ -23,6 +23,7 @@ from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
 from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
@@ -55,12 +56,14 @@ class QwenModel:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        tuning: Tuning | None = None,
     ) -> None:
         self.config = config
         self.plan = plan  # what it takes of the device's memory, and which layers are streamed
         self.device = device
         self._weights = weights
-        self._steps = Steps(device, config, weights, plan, context=context, exact=exact, quarantine=quarantine)
+        options: dict[str, Any] = {"exact": exact, "quarantine": quarantine, "tuning": tuning}
+        self._steps = Steps(device, config, weights, plan, context=context, **options)
         self._lock = threading.RLock()
         # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
         # has to wait for all of them: then a chunk is as large as it can be.
@@ -84,6 +87,7 @@ class QwenModel:
         vram_budget: int | None = None,
         split: Split | None = None,
         quarantine: Iterable[str] = (),
+        tuning: Callable[[MemoryPlan], Tuning] | None = None,
         progress: Progress | None = None,
     ) -> Self:
         """Upload the weights that fit, once; the others are copied to the device again for each step.
@@ -102,6 +106,8 @@ class QwenModel:
             vram_budget: bytes of device memory that all of it may take; None: what is free.
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
+            tuning: gives the variants that are preferred to those that ops would choose, for what has been planned;
+                those that cannot be used here are passed over.
             progress: called with bytes read and bytes in all.
 
         Raises:
@@ -117,7 +123,8 @@ class QwenModel:
         )
         loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
-            return cls(device, config, loaded, plan, context=most, exact=exact, quarantine=quarantine)
+            options: dict[str, Any] = {"exact": exact, "quarantine": quarantine, "tuning": tuning and tuning(plan)}
+            return cls(device, config, loaded, plan, context=most, **options)
         except BaseException:
             loaded.release()
             raise
@@ -252,7 +259,7 @@ class QwenModel:
             return step_seconds(self._steps, 0, patience=0.02)
 
     def tune(self, tuning: Tuning) -> None:
-        """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""
+        """Let recordings use these variants; `Tuning()` goes back to what the ops choose."""
         with self._lock:
             self._steps.tune(tuning)
 
