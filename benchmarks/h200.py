@@ -35,7 +35,7 @@ from xinfer.bench.speeds import memory_speed
 from xinfer.bench.tuner import Tuner
 from xinfer.bench.work import step_work
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.tuning import Tuning
 from xinfer.model import names
 from xinfer.model.config import Qwen2Config
@@ -299,7 +299,7 @@ def loaded(folder: Path, device: Device, *, exact: bool) -> Iterator[tuple[QwenM
     """A model on the device, and the bytes a second of its load; exact: nothing is rounded to f16 but weights."""
     with ModelWeights.open(folder) as weights:
         began = time.perf_counter()
-        model = QwenModel.load(weights, device, kv_dtype="f32" if exact else "f16", exact=exact)
+        model = QwenModel.load(weights, device, ModelOptions(kv_cache="f32" if exact else "f16", exact=exact))
         rate = weights.nbytes / (time.perf_counter() - began)
     with model:
         yield model, rate

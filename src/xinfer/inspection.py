@@ -11,7 +11,7 @@ from typing import Any
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.errors import DeviceError
-from xinfer.gpu_model import Stages, check_memory_options, predict
+from xinfer.gpu_model import ModelOptions, Stages, predict
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
@@ -44,11 +44,8 @@ def inspect_model(folder: Path, *, context: int | None = None) -> dict[str, Any]
 def predict_model(
     folder: Path,
     device: str,
+    options: ModelOptions | None = None,
     *,
-    context: int | None = None,
-    kv_cache: str = "f16",
-    mode: str = "auto",
-    vram_budget: int | None = None,
     progress: Stages | None = None,
 ) -> dict[str, Any]:
     """What the model will take of a device and how fast it will be there, measured in a second or two.
@@ -56,26 +53,18 @@ def predict_model(
     Raises:
         DeviceError: there is no such device, or it is the CPU.
         OutOfMemoryError: the model does not fit.
-        RequestError: an argument is not among the known values.
+        RequestError: the context is longer than the model's.
     """
-    check_memory_options(kv_cache, mode, vram_budget)
+    options = options or ModelOptions()
+    context = options.context
     opened = None if device.strip().lower() == "cpu" else gpu.open_device(device)
     if opened is None:
         raise DeviceError(f"device {device!r} is the CPU; expected a GPU to predict for: xinfer devices lists them")
     with opened, ModelWeights.open(folder) as weights:
         check_context(context, weights.config)
         forbidden = [entry.variant for entry in Quarantine().entries_for(opened.info)]
-        found = predict(
-            weights,
-            opened,
-            context=context,
-            kv_dtype=kv_cache,  # type: ignore[arg-type]
-            mode=mode,  # type: ignore[arg-type]
-            vram_budget=vram_budget,
-            quarantine=forbidden,
-            tuning=partial(TuningFile().preferred, opened.info),
-            progress=progress,
-        )
+        tuning = partial(TuningFile().preferred, opened.info, exact=options.exact)
+        found = predict(weights, opened, options, quarantine=forbidden, tuning=tuning, progress=progress)
         plan = found.plan
         return {
             "device": f"{opened.info.api}:{opened.info.index} {opened.info.name}",
@@ -113,12 +102,10 @@ def render_prediction(report: dict[str, Any]) -> str:
     at_context = report["tokens_per_second_at_context"]
     rates = f"{report['tokens_per_second']:,.1f} tok/s"
     rates += f", {at_context:,.1f} at the end of the context" if at_context else ""
+    kernels = "as xinfer tune has chosen them" if report["tuned"] else "by rule; xinfer tune may find faster ones"
     rows = [
         ("layers", layers),
-        (
-            "kernels",
-            "as xinfer tune has chosen them" if report["tuned"] else "by rule; xinfer tune may find faster ones",
-        ),
+        ("kernels", kernels),
         (
             "VRAM",
             (

@@ -24,6 +24,7 @@ PATIENCE = 0.5  # seconds of silence before a bar appears
 _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "load": (DownloadColumn(), TransferSpeedColumn()),  # bytes
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
+    "compile": (MofNCompleteColumn(), TextColumn("kernels")),
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
     "bench": (MofNCompleteColumn(), TextColumn("measurements")),
     "tune": (MofNCompleteColumn(), TextColumn("ops")),

@@ -15,7 +15,7 @@ from xinfer.bench.plot import draw
 from xinfer.bench.text import as_text
 from xinfer.errors import NumericalError
 from xinfer.gpu.api import Bindable, Device
-from xinfer.gpu_model import KVType, QwenModel
+from xinfer.gpu_model import KVType, ModelOptions, QwenModel
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import KernelSet
@@ -88,7 +88,7 @@ def test_wrong_numbers_have_no_speed(device: Device, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("kv", ["f16", "f32"])
 def test_a_filled_cache_holds_random_numbers(device: Device, checkpoint: CheckpointFactory, kv: KVType) -> None:
     with ModelWeights.open(checkpoint(SPEC)) as weights:
-        model = QwenModel.load(weights, device, kv_dtype=kv)
+        model = QwenModel.load(weights, device, ModelOptions(kv_cache=kv))
     with model:
         cache = filled_cache(model, 40, 3)
         assert cache.length == 40

@@ -23,6 +23,7 @@ from xinfer.bench.run import Sizes, fitting, room
 from xinfer.bench.text import as_text, duration, in_units
 from xinfer.bench.work import Work, prompt_work, step_work
 from xinfer.errors import RequestError
+from xinfer.gpu_model import KVType
 from xinfer.gpu_model.layout import WeightsLayout
 from xinfer.gpu_model.memory import MemoryPlan, cache_shape
 from xinfer.model.synthetic import SyntheticSpec
@@ -39,7 +40,7 @@ def test_median_and_quartiles_are_those_of_the_textbook() -> None:
     assert (one.quartile_low, one.median, one.quartile_high) == (2.0, 2.0, 2.0)
 
 
-def plan(checkpoint: CheckpointFactory, spec: SyntheticSpec, kv: str = "f16") -> MemoryPlan:
+def plan(checkpoint: CheckpointFactory, spec: SyntheticSpec, kv: KVType = "f16") -> MemoryPlan:
     with ModelWeights.open(checkpoint(spec)) as weights:
         config = weights.config
         return MemoryPlan(config=config, layout=WeightsLayout(weights), shape=cache_shape(config, kv), rows=64)

@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "xinfer"
 
 # A module (or package) and the modules of ours that it may import. Everyone may import errors, and packages themselves.
 ALLOWED = {
-    "__init__": {"_version", "errors", "llm", "sampling"},
+    "__init__": {"_version", "errors", "gpu_model", "llm", "sampling"},
     "__main__": {"cli"},
     "_version": set(),
     "errors": set(),
@@ -22,6 +22,7 @@ ALLOWED = {
         "bench",
         "doctor",
         "gpu",
+        "gpu_model",
         "hub",
         "inspection",
         "llm",

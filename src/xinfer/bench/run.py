@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from xinfer.bench.loops import WARM_STEPS, Spread, time_prompt, time_steps
 from xinfer.bench.speeds import Speeds, measure_speeds
 from xinfer.bench.work import Work, prompt_work, step_work
 from xinfer.errors import RequestError
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.llm import CPU, LoadedModel, load_model
 from xinfer.model.config import Qwen2Config
@@ -39,6 +39,7 @@ ON_CPU = Sizes(prompts=(32, 128), contexts=(128,), decode_tokens=8, repeats=3)
 
 def bench(
     folder: Path,
+    options: ModelOptions | None = None,
     *,
     device: str = "auto",
     prompts: Sequence[int] | None = None,
@@ -47,12 +48,12 @@ def bench(
     repeats: int | None = None,
     needs_gpu: str = "",
     progress: Progress | None = None,
-    **options: Any,
 ) -> dict[str, Any]:
     """Measure a checkpoint on a device; the report as plain values.
 
     Args:
         folder: the checkpoint.
+        options: how it lies on the device; its context is what the sizes need.
         device: as for `LLM`.
         prompts: their lengths; None chooses by the kind of device, and so it is with the next three.
         contexts: tokens in the cache before the decode steps that are timed.
@@ -60,7 +61,6 @@ def bench(
         repeats: runs of each.
         needs_gpu: what was asked for that only a GPU has, for the message where it is the CPU.
         progress: called with "bench", measurements done, how many there are, and what is at hand.
-        options: more of `load_model`'s.
 
     Raises:
         RequestError: no size fits into the model's context.
@@ -80,7 +80,8 @@ def bench(
     )
     sizes, left_out = fitting(asked, config.max_context)
     selector = device if info is None else f"{info.api}:{info.index}"
-    with load_model(folder, device=selector, context=room(sizes), progress=progress, **options) as loaded:
+    options = replace(options or ModelOptions(), context=room(sizes))
+    with load_model(folder, options, device=selector, progress=progress) as loaded:
         return _Run(loaded, sizes, progress).report() | {"model": str(folder), "left_out": left_out}
 
 
@@ -131,6 +132,7 @@ class _Run:
         report: dict[str, Any] = {
             "version": __version__,
             "device": self._loaded.device_name,
+            "fallback": self._loaded.fallback,
             "parameters": model.config.num_parameters(),
             "decode_tokens": sizes.decode_tokens,
             "repeats": sizes.repeats,

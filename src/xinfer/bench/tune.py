@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from xinfer.bench.loops import WARM_STEPS
 from xinfer.bench.text import aligned, duration
 from xinfer.bench.tuner import PROMPT_ROWS, Tuner
 from xinfer.errors import DeviceError, RequestError
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.memory import plan_for
 from xinfer.llm import load_model
 from xinfer.model.config import Qwen2Config
@@ -26,24 +27,24 @@ N_TOKENS = 64  # of a run of decode steps
 
 def tune(
     folder: Path,
+    options: ModelOptions | None = None,
     *,
     device: str = "auto",
     contexts: Sequence[int] | None = None,
     prompts: Sequence[int] | None = None,
     progress: Progress | None = None,
     warn: Callable[[str], None] | None = None,
-    **options: Any,
 ) -> dict[str, Any]:
     """Tune a checkpoint's shapes on a device and keep what was chosen; the report as plain values.
 
     Args:
         folder: the checkpoint.
+        options: how it lies on the device; its context is what the sizes need.
         device: as for `LLM`, but not the CPU.
         contexts: tokens in the cache before the decode steps that are timed.
         prompts: rows of prompts; those that the device does not take at once are left out.
         progress: called with "tune", knobs done, how many there are, and what is at hand.
         warn: told what is wrong with the file of choices.
-        options: more of `load_model`'s.
 
     Raises:
         DeviceError: there is no such device, it is the CPU, or what was chosen cannot be written.
@@ -57,7 +58,8 @@ def tune(
         raise RequestError(f"no --context leaves room for {behind} tokens more within the model's {most:,}; give less")
     room = max([*(n + behind for n in sizes), *(n + 1 for n in rows)])
     selector = _gpu(device)
-    with load_model(folder, device=selector, context=room, tuning=False, progress=progress, **options) as loaded:
+    options = replace(options or ModelOptions(), context=room, tuning=False)
+    with load_model(folder, options, device=selector, progress=progress) as loaded:
         model, opened = loaded.model, loaded.device
         assert opened is not None
         assert isinstance(model, QwenModel)
@@ -84,7 +86,7 @@ def forget(folder: Path, *, device: str = "auto", warn: Callable[[str], None] | 
     opened = gpu.open_device(_gpu(device))
     assert opened is not None
     with opened, ModelWeights.open(folder) as weights:
-        plan = plan_for(weights, opened, context=2)
+        plan = plan_for(weights, opened, ModelOptions(context=2))
         file = TuningFile(warn=warn)
         n = file.forget(opened.info, shapes_of(plan, exact=False))
         return {"model": str(folder), "device": opened.info.name, "forgotten": n, "file": str(file.path)}

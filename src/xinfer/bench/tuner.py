@@ -162,17 +162,12 @@ class Tuner:
         def logits() -> Array:
             return model.forward(ids, model.make_cache(rows + 1), last_only=True)
 
-        def seconds() -> float:
-            began = time.perf_counter()
-            logits()
-            return time.perf_counter() - began
-
         for _ in range(4):  # chunks grow to what the device does in time
             cache = model.make_cache(rows + 1)
             model.forward(ids, cache, last_only=True)
-        if (rows, rows) not in cache.passes:
-            return None
-        return Place(kind="prompt", tokens=rows, seconds=seconds, logits=logits)
+            if (rows, rows) in cache.passes:
+                return Place(kind="prompt", tokens=rows, seconds=lambda: _seconds(logits), logits=logits)
+        return None
 
     def _turn(self, knob: Knob, result: Result) -> Tuning:
         """The tuning with the best of the knob's values, which are noted in `result`."""
@@ -269,6 +264,12 @@ def _product_knob(place: Place, n_rows: int, op: str, names: Sequence[str]) -> K
         return changed
 
     return Knob(op=op, place=place, values=[(names[0], _unchanged), *((name, change(name)) for name in names[1:])])
+
+
+def _seconds(run: Callable[[], Array]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def _unchanged(tuning: Tuning) -> Tuning:

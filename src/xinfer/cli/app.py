@@ -21,6 +21,7 @@ from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
+from xinfer.cli.quarantine import quarantine
 from xinfer.cli.status import INTERNAL, INTERRUPTED, TERMINATED
 from xinfer.cli.synth import synth
 from xinfer.cli.tune import tune
@@ -28,7 +29,7 @@ from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, bench, tune, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, tune, synth)
 
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one

@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from xinfer.cli import options
-from xinfer.cli.loading import progress_bars, resolve, warn_of_software
+from xinfer.cli.loading import progress_bars, resolve, warn_of_device
 from xinfer.cli.output import print_json, say
 from xinfer.cli.writing import check_target, replacing
 
 
 def bench(
+    ctx: typer.Context,
     model: options.ModelArgument = "demo",
     *,
     device: options.Device = "auto",
@@ -21,10 +22,13 @@ def bench(
         str | None,
         typer.Option(metavar="N,N", help="Lengths of prompts, in tokens.", show_default="128,512,2048; less on a CPU"),
     ] = None,
-    context: Annotated[
+    contexts: Annotated[
         str | None,
         typer.Option(
-            metavar="N,N", help="Tokens in the cache before decode steps.", show_default="128,4096; less on a CPU"
+            "--context",
+            metavar="N,N",
+            help="Tokens in the cache before decode steps.",
+            show_default="128,4096; less on a CPU",
         ),
     ] = None,
     decode_tokens: Annotated[
@@ -39,7 +43,7 @@ def bench(
     exact: options.Exact = False,
     mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
-    no_tuning: options.NoTuning = False,
+    tuning: options.Tuning = True,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the roofline of a GPU as .png or .svg, with matplotlib."),
@@ -64,20 +68,17 @@ def bench(
     with progress_bars(quiet=as_json) as progress:
         report = run(
             resolve(model),
+            options.model_options(ctx),
             device=device,
             prompts=options.numbers(prompt, "--prompt"),
-            contexts=options.numbers(context, "--context"),
+            contexts=options.numbers(contexts, "--context"),
             decode_tokens=decode_tokens,
             repeats=repeats,
             needs_gpu="" if plot is None else "--plot",
             progress=progress,
-            kv_cache=kv_cache,
-            exact=exact,
-            mode=mode,
-            tuning=not no_tuning,
-            vram_budget=options.byte_count(vram_budget),
         )
-    warn_of_software(device, report["device"], is_software="(software)" in report["device"])
+    name = report["device"]
+    warn_of_device(device, name, is_software="(software)" in name, fallback=report["fallback"])
     if plot is not None:
         with replacing(plot) as file:
             draw(report, file, FORMS[plot.suffix.lower()])

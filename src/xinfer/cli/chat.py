@@ -32,10 +32,11 @@ def chat(
     device: options.Device = "auto",
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
+    mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
-    no_tuning: options.NoTuning = False,
+    tuning: options.Tuning = True,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.", show_default=False)
     ] = None,
@@ -65,8 +66,7 @@ def chat(
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
-    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary, "tuning": not no_tuning}
-    with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
+    with load(model, device, options.model_options(ctx), canary=canary, quiet=quiet) as llm:
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:
             talk.converse()

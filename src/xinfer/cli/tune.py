@@ -12,12 +12,15 @@ from xinfer.cli.output import print_json, say
 
 
 def tune(
+    ctx: typer.Context,
     model: options.ModelArgument = "demo",
     *,
     device: options.Device = "auto",
-    context: Annotated[
+    contexts: Annotated[
         str | None,
-        typer.Option(metavar="N,N", help="Tokens in the cache before decode steps.", show_default="128,4096"),
+        typer.Option(
+            "--context", metavar="N,N", help="Tokens in the cache before decode steps.", show_default="128,4096"
+        ),
     ] = None,
     prompt: Annotated[
         str | None, typer.Option(metavar="N,N", help="Tokens of prompts that are tried.", show_default="128,512,2048")
@@ -43,7 +46,8 @@ def tune(
     from xinfer.bench.tune import forget as drop
     from xinfer.bench.tune import tune as run
 
-    contexts, prompts = options.numbers(context, "--context"), options.numbers(prompt, "--prompt")
+    tokens = options.numbers(contexts, "--context")
+    prompts = options.numbers(prompt, "--prompt")
     folder = resolve(model)
     if forget:
         dropped = drop(folder, device=device, warn=say)
@@ -52,13 +56,11 @@ def tune(
     with progress_bars(quiet=as_json) as progress:
         report = run(
             folder,
+            options.model_options(ctx),
             device=device,
-            contexts=contexts,
+            contexts=tokens,
             prompts=prompts,
             progress=progress,
             warn=say,
-            kv_cache=kv_cache,
-            exact=exact,
-            vram_budget=options.byte_count(vram_budget),
         )
     print_json(report) if as_json else typer.echo(as_text(report))

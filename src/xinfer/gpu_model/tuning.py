@@ -121,7 +121,7 @@ class Sites:
         if n_rows == 1:
             return {op: self._gemv(op, w) for op, w in matrices.items()}
         del matrices["logits"]
-        return {op: self._gemm(w, n_rows) for op, w in matrices.items()}
+        return {op: self._gemm(op, w, n_rows) for op, w in matrices.items()}
 
     def attention(self) -> list[str]:
         """Variants of a decode step's attention, likewise."""
@@ -158,12 +158,19 @@ class Sites:
         waves = [name for name in single if ".wave" in name]
         return waves or single or names
 
-    def _gemm(self, w: Matrix, n_rows: int) -> list[str]:
-        packed = ops.packed_candidates(w, n_rows, exact=self.exact) if n_rows > ops.GEMV_ROWS_MAX else []
-        usable = [name for name in packed if self.kernels.usable(name)]
-        if usable or n_rows <= ops.GEMV_ROWS_MAX:
-            return usable
-        return [name for name in ops.gemm_candidates(w, n_rows) if self.kernels.usable(name)]
+    def _gemm(self, op: str, w: Matrix, n_rows: int) -> list[str]:
+        """On matrix cores where there are any, gate and up in one product where that can be."""
+        if n_rows <= ops.GEMV_ROWS_MAX:
+            return []
+        families = [
+            ops.packed_candidates(w, n_rows, exact=self.exact, swiglu=swiglu)
+            for swiglu in ((True, False) if op == "gate_up" else (False,))
+        ]
+        for names in (*families, ops.gemm_candidates(w, n_rows)):
+            usable = [name for name in names if self.kernels.usable(name)]
+            if usable:
+                return usable
+        return []
 
 
 def _known(chosen: Mapping[str, str], candidates: Mapping[str, list[str]]) -> dict[str, str]:

@@ -20,6 +20,7 @@ from xinfer.ops._base import (
     Recorder,
     Rows,
     RowState,
+    WantedKernels,
     row_stride,
 )
 from xinfer.ops._capacity import Capacity, capacity_of
@@ -29,6 +30,7 @@ from xinfer.ops._packed import (
     PackedRows,
     can_pack,
     can_pack_fused,
+    gate_up_packed,
     linear_packed,
     pack_rows,
     packed_bytes,
@@ -58,6 +60,7 @@ __all__ = [
     "Recorder",
     "RowState",
     "Rows",
+    "WantedKernels",
     "add",
     "argmax",
     "argmax_scratch_bytes",
@@ -70,6 +73,7 @@ __all__ = [
     "capacity_of",
     "embed",
     "gate_up",
+    "gate_up_packed",
     "gemm_candidates",
     "gemv_candidates",
     "kv_append",
