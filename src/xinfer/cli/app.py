@@ -25,11 +25,12 @@ from xinfer.cli.output import fail, print_error, say
 from xinfer.cli.quarantine import quarantine
 from xinfer.cli.status import ERROR, INTERNAL, INTERRUPTED, MEANINGS, OK, TERMINATED
 from xinfer.cli.synth import synth
+from xinfer.cli.tune import tune
 from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, tune, synth)
 
 NARROW = 70  # columns
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
