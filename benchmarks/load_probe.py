@@ -140,7 +140,7 @@ class Phases:
 @contextmanager
 def ring_kept() -> Iterator[None]:
     """Chunks are not given back when uploads have been waited for: a second load finds them there."""
-    with mock.patch.object(_staging.Staging, "trim", lambda _: None):
+    with mock.patch.object(_staging.Staging, "trim"):
         yield
 
 
