@@ -24,11 +24,12 @@ from xinfer.cli.output import fail, print_error, say
 from xinfer.cli.quarantine import quarantine
 from xinfer.cli.status import INTERNAL, INTERRUPTED, TERMINATED
 from xinfer.cli.synth import synth
+from xinfer.cli.tune import tune
 from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, tune, synth)
 
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one

@@ -36,6 +36,7 @@ def chat(
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
+    tuning: options.Tuning = True,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the conversation.", show_default=False)
     ] = None,

@@ -79,8 +79,9 @@ def _statistics(completion: Completion) -> str:
     stats = completion.stats
     rate = f" {stats.decode_tokens_per_second:,.1f} tok/s" if stats.generated_tokens > 1 else ""
     cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
+    device = f"{stats.device}, tuned" if stats.tuned else stats.device
     return (
-        f"[{stats.device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
+        f"[{device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
         f"{stats.prefill_tokens_per_second:,.0f} tok/s, answer {stats.generated_tokens:,} tokens"
         f"{rate}, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
     )

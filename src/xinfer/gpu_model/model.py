@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 
 from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model.forward import Array, Tap, Tuning
+from xinfer.gpu_model.forward import Array, Tap
 from xinfer.gpu_model.greedy import STEPS_AHEAD, Answer
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
@@ -25,6 +25,7 @@ from xinfer.gpu_model.options import Mode, ModelOptions
 from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move, layers_to_return
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
@@ -58,6 +59,7 @@ class QwenModel:
         mode: Mode = "auto",
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
         self.config = config
@@ -69,6 +71,7 @@ class QwenModel:
             context=context,
             exact=exact,
             quarantine=quarantine,
+            tuning=tuning,
             on_compile=on_compile,
         )
         self._lock = threading.RLock()
@@ -92,6 +95,7 @@ class QwenModel:
         *,
         split: Split | None = None,
         quarantine: Iterable[str] = (),
+        tuning: Callable[[MemoryPlan], Tuning] | None = None,
         progress: Progress | None = None,
         on_compile: Progress | None = None,
     ) -> Self:
@@ -105,6 +109,8 @@ class QwenModel:
             options: how it lies there and runs; None: `ModelOptions()`.
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
+            tuning: gives the variants that are preferred to those that ops would choose, for what has been planned;
+                those that cannot be used here are passed over, and it is not asked where `options` say so.
             progress: called with bytes read and bytes in all.
             on_compile: called with kernels made and kernels in all, each time that a recording takes new ones.
 
@@ -126,6 +132,7 @@ class QwenModel:
                 mode=options.mode,
                 exact=options.exact,
                 quarantine=quarantine,
+                tuning=tuning(plan) if tuning is not None and options.tuning else None,
                 on_compile=on_compile,
             )
         except BaseException:
@@ -274,7 +281,7 @@ class QwenModel:
             return step_seconds(self._steps, 0, patience=0.02)
 
     def tune(self, tuning: Tuning) -> None:
-        """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""
+        """Let recordings use these variants; `Tuning()` goes back to what the ops choose."""
         with self._lock:
             self._steps.tune(tuning)
 

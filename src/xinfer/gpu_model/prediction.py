@@ -13,6 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
+from typing import Any
 
 from xinfer.gpu.api import Buffer, Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
@@ -20,6 +21,7 @@ from xinfer.gpu_model.loading import Job, Loader
 from xinfer.gpu_model.memory import MemoryPlan, plan_for
 from xinfer.gpu_model.options import ModelOptions
 from xinfer.gpu_model.steps import LOAD, STEP, Steps
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.model.weights import ModelWeights
 
@@ -43,6 +45,7 @@ class Prediction:
     """Bytes, seconds, and bytes a second."""
 
     plan: MemoryPlan
+    tuned: bool  # whether its steps use other kernels than those that ops would choose
     context: int | None  # tokens that a cache was asked for; None: it grows with the need
     load_speed: float  # from the checkpoint into the device's memory
     bus_speed: float  # from the host's memory into the device's
@@ -68,6 +71,7 @@ def predict(
     options: ModelOptions | None = None,
     *,
     quarantine: Iterable[str] = (),
+    tuning: Callable[[MemoryPlan], Tuning] | None = None,
     progress: Stages | None = None,
 ) -> Prediction:
     """Measure for a second or two. Arguments as for `QwenModel.load`.
@@ -83,7 +87,8 @@ def predict(
     try:
         plan = plan_for(weights, device, options)
         with ExitStack() as held:
-            probe = _Probe(weights, device, plan, quarantine, held)
+            preferred = tuning(plan) if tuning is not None and options.tuning else Tuning()
+            probe = _Probe(weights, device, plan, quarantine, preferred, held)
             tell(1, N_STAGES)
             start, load_speed, again_speed = probe.read()
             probe.fill()
@@ -106,6 +111,7 @@ def predict(
     straight = plan.layout.nbytes(replace(plan.split, n_slots=0))
     return Prediction(
         plan=plan,
+        tuned=probe.tuned,
         context=context,
         load_speed=load_speed,
         bus_speed=bus_speed,
@@ -144,8 +150,16 @@ class _Probe:
     """The first layers of a model on a device. Everything is given back by `held`."""
 
     def __init__(
-        self, weights: ModelWeights, device: Device, plan: MemoryPlan, quarantine: Iterable[str], held: ExitStack
+        self,
+        weights: ModelWeights,
+        device: Device,
+        plan: MemoryPlan,
+        quarantine: Iterable[str],
+        tuning: Tuning,
+        held: ExitStack,
     ) -> None:
+        self.tuned = False  # whether steps use some of `tuning`
+        self._tuning = tuning
         self._device = device
         self._plan = plan
         self._quarantine = tuple(quarantine)
@@ -231,7 +245,9 @@ class _Probe:
         )
         context = max(positions) + MOST_STEPS + 1
         began = time.perf_counter()
-        steps = Steps(self._device, config, self._loaded, plan, context=context, quarantine=self._quarantine)
+        options: dict[str, Any] = {"quarantine": self._quarantine, "tuning": self._tuning}
+        steps = Steps(self._device, config, self._loaded, plan, context=context, **options)
+        self.tuned = bool(steps.tuning)
         try:
             setup = time.perf_counter() - began
             return setup, [step_seconds(steps, position) for position in positions]

@@ -23,8 +23,9 @@ from xinfer.ops._base import (
     WantedKernels,
     row_stride,
 )
+from xinfer.ops._capacity import Capacity, capacity_of
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
-from xinfer.ops._linear import can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
+from xinfer.ops._linear import GEMV_ROWS_MAX, can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
 from xinfer.ops._packed import (
     PackedRows,
     can_pack,
@@ -44,11 +45,13 @@ __all__ = [
     "BAD_TOKEN",
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
+    "GEMV_ROWS_MAX",
     "HEAD_DIM_MAX",
     "STATE_BYTES",
     "UNUSED_POSITION",
     "AttentionPlan",
     "CacheBlocks",
+    "Capacity",
     "Format",
     "KernelSet",
     "Matrix",
@@ -67,6 +70,7 @@ __all__ = [
     "can_pack",
     "can_pack_fused",
     "can_rope_append",
+    "capacity_of",
     "embed",
     "gate_up",
     "gate_up_packed",
