@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from xinfer import ops
 from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
 from xinfer.gpu.api import Device, DeviceInfo
+from xinfer.gpu_model.drawing import drawing_bytes
 from xinfer.gpu_model.forward import widths, workspace_bytes
 from xinfer.gpu_model.layout import RESIDENT, SLOTS, Split, WeightsLayout
 from xinfer.kv_cache import FIRST_TOKENS, CacheShape
@@ -60,7 +61,7 @@ class MemoryPlan:
     @property
     def workspace(self) -> int:
         """Activations, tables and staging; not the weights, nor the cache."""
-        logits = 4 * self.config.vocab_size
+        logits = 4 * self.config.vocab_size + drawing_bytes(self.config.vocab_size)
         return workspace_bytes(self.config, self.rows) + workspace_bytes(self.config, 1) + logits + STAGING_BYTES
 
     @property

@@ -34,6 +34,7 @@ from xinfer.ops._packed import (
     parts_bytes,
     sum_parts,
 )
+from xinfer.ops._sample import PARAM_BYTES, SEEN_IN_PROMPT, SampleParams, can_sample, sample, sample_scratch_bytes
 from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
@@ -42,6 +43,8 @@ __all__ = [
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
     "HEAD_DIM_MAX",
+    "PARAM_BYTES",
+    "SEEN_IN_PROMPT",
     "STATE_BYTES",
     "UNUSED_POSITION",
     "AttentionPlan",
@@ -54,6 +57,7 @@ __all__ = [
     "Recorder",
     "RowState",
     "Rows",
+    "SampleParams",
     "add",
     "argmax",
     "argmax_scratch_bytes",
@@ -62,6 +66,7 @@ __all__ = [
     "can_pack",
     "can_pack_fused",
     "can_rope_append",
+    "can_sample",
     "embed",
     "gate_up",
     "kv_append",
@@ -76,6 +81,8 @@ __all__ = [
     "rope",
     "rope_append",
     "row_stride",
+    "sample",
+    "sample_scratch_bytes",
     "sum_parts",
     "swiglu",
     "turn_attention",
