@@ -32,10 +32,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer import gpu, ops
+from xinfer.bench.loops import filled_device_cache, time_prompt
+from xinfer.bench.speeds import memory_speed
+from xinfer.bench.work import step_work
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.forward import Tuning
-from xinfer.kv_cache import KVCache
 from xinfer.model import names
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import ReferenceModel
@@ -45,7 +47,6 @@ from xinfer.ops._linear import gemv_candidates
 PARITY_TOKENS = {"tiny": 24, "0.5b": 64, "1.5b": 32, "7b": 16}
 PARITY_LIMIT = 1e-4  # of exact activations
 HALF_LIMIT = 2e-3  # of the others
-WARM_PREFILL_SECONDS = 1.5
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {  # to try this file on
@@ -159,55 +160,6 @@ class Deadline:
         return time.perf_counter() - self.began > self.seconds
 
 
-def repeated(measure: Callable[[], float], *, times: int, deadline: Deadline) -> float:
-    """The median of some measurements; fewer where time is short, at least one."""
-    values = [measure()]
-    while len(values) < times and not deadline.over:
-        values.append(measure())
-    return statistics.median(values)
-
-
-def bandwidths(device: Device) -> dict[str, float]:
-    """Bytes a second of device memory that no cache holds: read and written by the driver's copy, read by a kernel.
-
-    The kernel is a GEMV of one large matrix. It is what steps are measured by: the driver may copy with an engine that
-    is slower than its multiprocessors.
-    """
-    size = min(2 << 30, device.info.max_storage_range, device.memory().free // 3) // (1 << 16) * (1 << 16)
-    buffers = [device.create_buffer(size, "device", "bandwidth") for _ in range(2)]
-    noise = np.random.default_rng(1).standard_normal(1 << 22, dtype=np.float32)
-    for buffer in buffers:
-        for start in range(0, size, noise.nbytes):
-            device.upload(buffer[start : min(start + noise.nbytes, size)], noise.view(np.uint8).data[: size - start])
-    columns = 1 << 13
-    rows = size // (2 * columns)
-    part = ops.MatrixSlice(buffers[0], 0, rows)
-    w = ops.Matrix(rows=rows, columns=columns, format="f16", row_stride=2 * columns, slices=(part,))
-    x = ops.Rows.dense(buffers[1], 1, columns)
-    y = ops.Rows(place=buffers[1], n=1, width=rows, stride=rows, offset=columns)
-    found: dict[str, float] = {}
-    with ops.KernelSet(device) as kernels:
-        for name, moved in (("copy", 2 * size), ("kernel", size)):
-            recording = device.create_recording(name)
-            recording.timestamp("begin")
-            if name == "copy":
-                recording.copy(*buffers)
-            else:
-                ops.linear(ops.Recorder(recording, kernels), x, w, y, label="read")
-            recording.barrier()
-            recording.timestamp("end")
-            recording.finish()
-            seconds = []
-            for _ in range(5):
-                device.wait(device.submit(recording))
-                seconds.append(device.timestamps(recording)[1][1])
-            recording.release()
-            found[name] = moved / statistics.median(seconds)
-    for buffer in buffers:
-        buffer.release()
-    return found
-
-
 # --- correctness ------------------------------------------------------------------------------------------------------
 
 
@@ -242,21 +194,6 @@ def parity(model: QwenModel, folder: Path, n_tokens: int) -> dict[str, Any]:
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 
-def fill_cache(model: QwenModel, n_tokens: int, room: int) -> KVCache:
-    """A cache that holds n_tokens of random keys and values."""
-    cache = model.make_cache(n_tokens + room)
-    cache.reserve(n_tokens + room)
-    block = np.random.default_rng(2).standard_normal(1 << 22, dtype=np.float32).astype(np.float16).view(np.uint8)
-    for layer in range(model.config.num_hidden_layers):
-        for half in (model.pool.keys(layer), model.pool.values(layer)):
-            for start in range(0, half.size, block.size):
-                stop = min(start + block.size, half.size)
-                model.device.upload(half[start:stop], block[: stop - start].data)
-    model.device.flush_uploads()
-    cache.ids += [1] * n_tokens
-    return cache
-
-
 @contextmanager
 def stopwatch(device: Device, names: tuple[str, ...]) -> Iterator[dict[str, float]]:
     """Seconds spent in some methods of a device, by name."""
@@ -286,7 +223,7 @@ def stopwatch(device: Device, names: tuple[str, ...]) -> Iterator[dict[str, floa
 def decode(model: QwenModel, context: int, deadline: Deadline) -> dict[str, float]:
     """Seconds a token around a context: by the wall, by the device's clock, and what the host did of them."""
     n, warm = 128, 16
-    cache = fill_cache(model, context, n + warm + 1)
+    cache = filled_device_cache(model, context, n + warm + 1)
 
     def measure(spent: dict[str, float]) -> tuple[float, ...]:
         cache.truncate(context)
@@ -310,25 +247,9 @@ def decode(model: QwenModel, context: int, deadline: Deadline) -> dict[str, floa
     return {"seconds": seconds, "device_seconds": own, "host_seconds": host, "submit_seconds": submit}
 
 
-def prefill(model: QwenModel, n_tokens: int, deadline: Deadline) -> float:
-    """Tokens a second of a prompt, its last logits included."""
-    ids = np.random.default_rng(3).integers(0, model.config.vocab_size, n_tokens)
-
-    def measure() -> float:
-        cache = model.make_cache(n_tokens + 1)
-        began = time.perf_counter()
-        model.forward(ids, cache, last_only=True)
-        return n_tokens / (time.perf_counter() - began)
-
-    warm = Deadline(WARM_PREFILL_SECONDS)  # a GPU that was idle takes its time to run fast again
-    while not warm.over:
-        measure()
-    return repeated(measure, times=5, deadline=deadline)
-
-
 def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
     """One decode step op by op: median seconds over some steps, summed over the layers."""
-    cache = fill_cache(model, context, 2)
+    cache = filled_device_cache(model, context, 2)
     steps = model.step_times(cache, repeats=9)
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
@@ -385,7 +306,7 @@ def tune(model: QwenModel, context: int, deadline: Deadline, *, start: Tuning, l
 
     Timed in the loop that users run: between single steps the clocks fall, and short kernels look three times as long.
     """
-    cache = fill_cache(model, context, 200)
+    cache = filled_device_cache(model, context, 200)
 
     def seconds(tuning: Tuning) -> float:
         model.tune(tuning)
@@ -447,13 +368,6 @@ def op_bytes(config: Qwen2Config) -> dict[str, int]:
     }
 
 
-def bytes_a_token(config: Qwen2Config, context: int) -> int:
-    """Bytes that a decode step must read: every matrix once, and the keys and values."""
-    each = op_bytes(config)
-    layer = sum(n for op, n in each.items() if op != "logits")
-    return config.num_hidden_layers * (layer + 4 * config.kv_size * context) + each["logits"]
-
-
 # --- one size ---------------------------------------------------------------------------------------------------------
 
 
@@ -462,7 +376,7 @@ def loaded(folder: Path, device: Device, *, exact: bool) -> Iterator[tuple[QwenM
     """A model on the device, and the bytes a second of its load; exact: nothing is rounded to f16 but weights."""
     with ModelWeights.open(folder) as weights:
         began = time.perf_counter()
-        model = QwenModel.load(weights, device, kv_dtype="f32" if exact else "f16", exact=exact)
+        model = QwenModel.load(weights, device, ModelOptions(kv_cache="f32" if exact else "f16", exact=exact))
         rate = weights.nbytes / (time.perf_counter() - began)
     with model:
         yield model, rate
@@ -491,7 +405,7 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
             decode(model, options.contexts[0], Deadline(0))
         for context in options.contexts:
             step = decode(model, context, Deadline(options.part_seconds))
-            step["bytes"] = bytes_a_token(config, context)
+            step["bytes"] = step_work(model.plan, context).n_bytes
             result["decode"][context] = step
             say(
                 f"{size}: decode at {context}: {1 / step['seconds']:.1f} tok/s, "
@@ -503,7 +417,7 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
         result["profile_bytes"] = op_bytes(config)
         result["prefill"] = {}
         for n in options.prefills:
-            result["prefill"][n] = prefill(model, n, Deadline(options.part_seconds))
+            result["prefill"][n] = n / time_prompt(model, n, repeats=5).median
             say(f"{size}: prefill of {n}: {result['prefill'][n]:.0f} tok/s")
     return result
 
@@ -582,9 +496,9 @@ def main() -> int:
     assert device is not None
     with device:
         results["device"] = f"{device.info.name}, {device.info.driver} {device.info.driver_version}"
-        results["bytes_per_second"] = rates = bandwidths(device)
-        shown = ", ".join(f"{name} {rate / 1e9:.0f} GB/s" for name, rate in rates.items())
-        print(f"{results['device']}: device memory: {shown}", flush=True)
+        with ops.KernelSet(device) as kernels:
+            results["bytes_per_second"] = rate = memory_speed(device, kernels)
+        print(f"{results['device']}: kernels read memory at {rate / 1e9:.0f} GB/s", flush=True)
         for size in arguments.sizes.split(","):
             folder = Path(tempfile.mkdtemp(prefix="xinfer-", dir=base))
             try:
@@ -592,7 +506,7 @@ def main() -> int:
             finally:
                 shutil.rmtree(folder)
             results["sizes"].append(result)
-            print(report(result, rates["kernel"]), flush=True)
+            print(report(result, rate), flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps(results, indent=1))
     if arguments.peers:

@@ -28,7 +28,7 @@ import h200
 import timeline
 from xinfer import gpu
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel, predict
+from xinfer.gpu_model import ModelOptions, QwenModel, predict
 from xinfer.model import names
 from xinfer.model.weights import ModelWeights
 
@@ -119,9 +119,9 @@ def run(
 ) -> dict[str, Any]:
     """Decode and prefill of one size in a budget."""
     with repeated(size, base) as weights:
-        predicted = predict(weights, device, vram_budget=budget, context=ROOM)
+        predicted = predict(weights, device, ModelOptions(vram_budget=budget, context=ROOM))
         began = time.perf_counter()
-        with QwenModel.load(weights, device, vram_budget=budget, context=ROOM) as model:
+        with QwenModel.load(weights, device, ModelOptions(vram_budget=budget, context=ROOM)) as model:
             loaded = time.perf_counter() - began
             prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, PROMPT_TOKENS)
             cache = model.make_cache(ROOM)

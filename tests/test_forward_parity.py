@@ -27,10 +27,9 @@ import build_shaders
 from xinfer import gpu, ops
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel, memory, prompt
+from xinfer.gpu_model import KVType, ModelOptions, QwenModel, memory, prompt
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.layout import Split, WeightsLayout
-from xinfer.gpu_model.memory import KVType
 from xinfer.model.reference import ReferenceCache, ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -75,13 +74,13 @@ def _silent(device: Device) -> Iterator[None]:
 
 @contextmanager
 def both(
-    folder: Path, device: Device, *, kv_dtype: KVType = "f32", exact: bool = True
+    folder: Path, device: Device, *, kv_cache: KVType = "f32", exact: bool = True
 ) -> Iterator[tuple[QwenModel, ReferenceModel]]:
     """A checkpoint on the GPU, and the reference on weights rounded as the GPU rounds them."""
     with ModelWeights.open(folder) as weights:
         round_to: RoundTo | None = "float16" if "float32" in weights.bytes_by_dtype() else None
         oracle = ReferenceModel(weights, keep=True, round_to=round_to)
-        with QwenModel.load(weights, device, kv_dtype=kv_dtype, exact=exact) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache=kv_cache, exact=exact)) as model:
             yield model, oracle
 
 
@@ -218,7 +217,7 @@ def f16_cache_limit(oracle: ReferenceModel, ids: NDArray[np.int64]) -> float:
 
 @pytest.mark.parametrize("case", ["gqa", "mha", "bf16", "deep", "yarn", "sliding", "large_k_bias", "wide_heads"])
 def test_f16_cache_keeps_its_limit(device: Device, checkpoint: CheckpointFactory, case: str) -> None:
-    with both(checkpoint(case), device, kv_dtype="f16") as (model, oracle):
+    with both(checkpoint(case), device, kv_cache="f16") as (model, oracle):
         ids = random_ids(oracle, N_TOKENS)
         found, expected = model.forward(ids), oracle.forward(ids)
         limit = f16_cache_limit(oracle, ids)
@@ -236,7 +235,7 @@ def test_f16_cache_with_biases_as_large_as_trained_ones(device: Device, checkpoi
         ids = random_ids(oracle, N_TOKENS)
         expected, limit = oracle.forward(ids), f16_cache_limit(oracle, ids)
         check("K bias 700, f32 cache", model.forward(ids), expected, LIMIT)
-    with both(folder, device, kv_dtype="f16") as (model, oracle):
+    with both(folder, device, kv_cache="f16") as (model, oracle):
         check("K bias 700, f16 cache", model.forward(ids), expected, limit)
 
 
@@ -244,12 +243,12 @@ def test_f16_cache_with_biases_as_large_as_trained_ones(device: Device, checkpoi
 @pytest.mark.usefixtures("one_chunk")
 def test_activations_of_11_bits_keep_their_limit(device: Device, checkpoint: CheckpointFactory, case: str) -> None:
     """What prompts are read with on matrix cores unless exactness is asked for; elsewhere nothing changes."""
-    with both(checkpoint(case), device, kv_dtype="f16", exact=False) as (model, oracle):
+    with both(checkpoint(case), device, kv_cache="f16", exact=False) as (model, oracle):
         ids = random_ids(oracle, N_TOKENS)
         found, limit = model.forward(ids), f16_cache_limit(oracle, ids)
         check(f"{case}, activations of 11 bits", found, oracle.forward(ids), limit + HALF_LIMIT)
     if MATRIX_CORES not in device.info.features:
-        with both(checkpoint(case), device, kv_dtype="f16") as (model, _):
+        with both(checkpoint(case), device, kv_cache="f16") as (model, _):
             assert np.array_equal(model.forward(ids), found)
 
 
@@ -291,11 +290,11 @@ def test_streaming_matches_resident(
     with ModelWeights.open(checkpoint(spec)) as weights:
         layout = WeightsLayout(weights)
         ids = np.random.default_rng(3).integers(0, weights.config.vocab_size, PROMPT_TOKENS)
-        with QwenModel.load(weights, device, kv_dtype="f32") as resident:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32")) as resident:
             tokens, every, last = answers(resident, ids)
         for split in splits(weights.config.num_hidden_layers):
             split = replace(split, table_on_host=table_on_host)
-            with QwenModel.load(weights, device, kv_dtype="f32", split=split) as streaming:
+            with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=split) as streaming:
                 found = answers(streaming, ids)
                 sent = streaming.bytes_sent
             assert found[0] == tokens, split
@@ -320,7 +319,7 @@ def test_a_prompt_of_several_chunks_sends_each_layer_once(
         ids = np.random.default_rng(6).integers(0, weights.config.vocab_size, 33)
 
         def run(split: Split) -> tuple[Array, list[tuple[int, int]], int]:
-            with QwenModel.load(weights, device, kv_dtype="f32", split=split) as model:
+            with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=split) as model:
                 cache = model.make_cache(40)
                 model.extend(ids[: 24 + tail], cache)
                 sent = model.bytes_sent
@@ -344,13 +343,13 @@ def test_a_budget_is_kept(device: Device, checkpoint: CheckpointFactory) -> None
     spec = SyntheticSpec(num_hidden_layers=6, hidden_size=256, intermediate_size=1024, dtype="float16")
     with ModelWeights.open(checkpoint(spec)) as weights:
         ids = np.random.default_rng(4).integers(0, weights.config.vocab_size, PROMPT_TOKENS)
-        with QwenModel.load(weights, device, kv_dtype="f32") as resident:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32")) as resident:
             expected = answers(resident, ids)
             whole = resident.plan
         least = replace(whole, split=Split(streamed=tuple(range(6)), n_slots=2)).needed(None)
         kept = []
         for budget in range(whole.needed(None), least - 1, -whole.layout.slot_bytes):
-            with QwenModel.load(weights, device, kv_dtype="f32", vram_budget=budget) as model:
+            with QwenModel.load(weights, device, ModelOptions(kv_cache="f32", vram_budget=budget)) as model:
                 assert device.memory().budget - device.memory().used <= budget
                 found = answers(model, ids)
                 assert device.memory().peak <= budget
@@ -362,5 +361,5 @@ def test_a_budget_is_kept(device: Device, checkpoint: CheckpointFactory) -> None
         assert kept[-1] == 0
         assert kept == sorted(kept, reverse=True)
         with pytest.raises(OutOfMemoryError, match="are missing"):
-            QwenModel.load(weights, device, kv_dtype="f32", vram_budget=least // 2)
+            QwenModel.load(weights, device, ModelOptions(kv_cache="f32", vram_budget=least // 2))
         device.limit_memory(None)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         WeightsError,
         XinferError,
     )
+    from xinfer.gpu_model import ModelOptions
     from xinfer.llm import LLM, Chunk, Completion, Conversation
     from xinfer.sampling import SamplingParams
 
@@ -37,6 +38,7 @@ _HOME = {
     "Chunk": "xinfer.llm",
     "Completion": "xinfer.llm",
     "Conversation": "xinfer.llm",
+    "ModelOptions": "xinfer.gpu_model",
     "SamplingParams": "xinfer.sampling",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "DeviceError",
     "DeviceLostError",
     "ModelNotFoundError",
+    "ModelOptions",
     "NumericalError",
     "OutOfMemoryError",
     "RequestError",

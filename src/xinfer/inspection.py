@@ -10,7 +10,7 @@ from typing import Any
 from xinfer import gpu
 from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.errors import DeviceError
-from xinfer.gpu_model import Stages, check_memory_options, predict
+from xinfer.gpu_model import ModelOptions, Stages, predict
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
@@ -42,11 +42,8 @@ def inspect_model(folder: Path, *, context: int | None = None) -> dict[str, Any]
 def predict_model(
     folder: Path,
     device: str,
+    options: ModelOptions | None = None,
     *,
-    context: int | None = None,
-    kv_cache: str = "f16",
-    mode: str = "auto",
-    vram_budget: int | None = None,
     progress: Stages | None = None,
 ) -> dict[str, Any]:
     """What the model will take of a device and how fast it will be there, measured in a second or two.
@@ -54,25 +51,17 @@ def predict_model(
     Raises:
         DeviceError: there is no such device, or it is the CPU.
         OutOfMemoryError: the model does not fit.
-        RequestError: an argument is not among the known values.
+        RequestError: the context is longer than the model's.
     """
-    check_memory_options(kv_cache, mode, vram_budget)
+    options = options or ModelOptions()
+    context = options.context
     opened = None if device.strip().lower() == "cpu" else gpu.open_device(device)
     if opened is None:
         raise DeviceError(f"device {device!r} is the CPU; expected a GPU to predict for: xinfer devices lists them")
     with opened, ModelWeights.open(folder) as weights:
         check_context(context, weights.config)
         forbidden = [entry.variant for entry in Quarantine().entries_for(opened.info)]
-        found = predict(
-            weights,
-            opened,
-            context=context,
-            kv_dtype=kv_cache,  # type: ignore[arg-type]
-            mode=mode,  # type: ignore[arg-type]
-            vram_budget=vram_budget,
-            quarantine=forbidden,
-            progress=progress,
-        )
+        found = predict(weights, opened, options, quarantine=forbidden, progress=progress)
         plan = found.plan
         return {
             "device": f"{opened.info.api}:{opened.info.index} {opened.info.name}",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from xinfer.checkpoint import Checkpoint, Message, check_context
 from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_length, check_prompt
 from xinfer.errors import RequestError
 from xinfer.gpu.api import Device, DeviceInfo
-from xinfer.gpu_model import KVType, Mode, QwenModel, check_memory_options
+from xinfer.gpu_model import ModelOptions, OptionValues, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
@@ -31,7 +31,8 @@ from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 from xinfer.transcript import Turn, encode_after
 
-Progress = Callable[[str, int, int], None]  # stage ("load" in bytes, "prefill" in tokens), done, total
+# Stage ("load" in bytes, "prefill" in tokens, "compile" in kernels), done, total.
+Progress = Callable[[str, int, int], None]
 
 CPU = "cpu"
 LONG_TEXT = 100_000  # characters; less is encoded in a moment
@@ -41,9 +42,13 @@ _log = logging.getLogger("xinfer")  # warnings go to stderr where nobody has set
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What one generation cost. Times in seconds."""
+    """What one generation cost. Times in seconds.
+
+    `fallback` says why the device is the CPU where "auto" was to find a GPU; else it is None.
+    """
 
     device: str
+    fallback: str | None
     seed: int
     prompt_tokens: int
     cached_tokens: int
@@ -161,18 +166,11 @@ class LLM:
             demo model.
         device: "auto" (a GPU where there is one, else the CPU), "cpu", "vulkan" (also where only a software driver is),
             "vulkan:1", "d3d12", or part of an adapter's name.
-        context: the most tokens of one sequence, prompt and answer together; by default all that the model can take.
-            On a GPU memory for as many as are asked for must be free; without the argument it is taken when needed.
-        kv_cache: type of a GPU's KV cache: "f16", or "f32", which is twice as large and leaves nothing but the order of
-            sums to tell the GPU's answers from the CPU's.
-        mode: "auto" keeps as many layers on a GPU as fit, and copies the others there for each step; "resident" refuses
-            a model that does not fit, "streaming" streams at least a layer.
-        vram_budget: bytes of a GPU's memory that may be taken; None: what is free.
-        progress: called with (stage, done, total) while loading and reading long prompts.
-        exact: read prompts in float32's accuracy on matrix cores, too, with activations of 22 bits; else they have 11,
-            as f16 has, which is faster. Without matrix cores, and for single tokens, they are float32 in either case.
+        options: context, kv_cache, mode, vram_budget and exact, as `ModelOptions` describes them.
+        progress: called with (stage, done, total) while loading, making kernels and reading long prompts.
         canary: before any token is given out, compare each layer's output for a known token with the reference's. It
             finds a device that was reset and has not said so; a step takes about twice as long. Not on the CPU.
+        values: single values of `ModelOptions` in place of those of `options`, such as `context=4096`.
 
     A device that is lost is opened again and the model loaded again; a warning says so, and answers go on as they would
     have. After the third loss at one op they end in a DeviceLostError.
@@ -181,36 +179,33 @@ class LLM:
     def __init__(
         self,
         model: str | Path | None = None,
+        options: ModelOptions | None = None,
         *,
         device: str = "auto",
-        context: int | None = None,
-        kv_cache: KVType = "f16",
-        mode: Mode = "auto",
-        vram_budget: int | None = None,
         progress: Progress | None = None,
-        exact: bool = False,
         canary: bool = False,
+        **values: Unpack[OptionValues],
     ) -> None:
         started = time.perf_counter()
-        _check_types(device, progress, exact=exact, canary=canary)
+        _check_types(options, device, progress, canary=canary)
+        chosen = dataclasses.replace(options or ModelOptions(), **values)
         self.checkpoint = Checkpoint(model)
-        self.context = check_context(context, self.checkpoint.config)
+        self.context = check_context(chosen.context, self.checkpoint.config)
         self._progress = progress
         self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
             self.checkpoint.config.vocab_size
         )  # (vocab_size,) bool
         folder = self.checkpoint.folder
-        memory: dict[str, Any] = {"context": context, "kv_cache": kv_cache, "mode": mode, "vram_budget": vram_budget}
-        memory["exact"] = exact
 
         def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
             selector = device if before is None else f"{before.api}:{before.index}"
-            return load_model(folder, device=selector, mark_ops=mark_ops, progress=progress, **memory)
+            return load_model(folder, chosen, device=selector, mark_ops=mark_ops, progress=progress)
 
         self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
         first = self._loaded.loaded
         self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
         self.device = first.device_name
+        self.fallback = first.fallback  # for people: why "auto" took the CPU
         self.is_software = first.is_software
         self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
@@ -331,7 +326,13 @@ class LLM:
             self._progress("prefill", done, total)
 
     def _stats(self, timing: Timing, seed: int) -> Stats:
-        return Stats(device=self.device, seed=seed, load_seconds=self.load_seconds, **dataclasses.asdict(timing))
+        return Stats(
+            device=self.device,
+            fallback=self.fallback,
+            seed=seed,
+            load_seconds=self.load_seconds,
+            **dataclasses.asdict(timing),
+        )
 
 
 class Conversation:
@@ -377,8 +378,11 @@ class Conversation:
 class LoadedModel:
     """A model on a device. A context manager: at its end model and device are closed."""
 
-    def __init__(self, model: ReferenceModel | QwenModel, device: Device | None = None) -> None:
+    def __init__(
+        self, model: ReferenceModel | QwenModel, device: Device | None = None, *, fallback: str | None = None
+    ) -> None:
         self.model = model
+        self.fallback = fallback  # for people: why "auto" took the CPU; None where a device was asked for, or found
         self.device = device  # None: the CPU
         info = None if device is None else device.info
         self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
@@ -403,13 +407,9 @@ class LoadedModel:
 
 def load_model(
     folder: Path,
+    options: ModelOptions | None = None,
     *,
     device: str = "auto",
-    context: int | None = None,
-    kv_cache: KVType = "f16",
-    mode: Mode = "auto",
-    vram_budget: int | None = None,
-    exact: bool = False,
     progress: Progress | None = None,
     mark_ops: bool = False,
 ) -> LoadedModel:
@@ -422,14 +422,14 @@ def load_model(
         DeviceError: there is no such device, or it cannot be used.
         OutOfMemoryError: the device has too little memory; the message says which context would fit.
     """
-    check_memory_options(kv_cache, mode, vram_budget)
-    opened = None if device.strip().lower() == CPU else gpu.open_device(device, mark_ops=mark_ops)
-    if opened is None:
+    if device.strip().lower() == CPU:
         return LoadedModel(_load_reference(folder, progress))
+    opened = gpu.open_device(device, mark_ops=mark_ops)
+    if opened is None:
+        return LoadedModel(_load_reference(folder, progress), fallback=gpu.why_no_gpu())
 
-    def loaded(done: int, total: int) -> None:
-        if progress is not None:
-            progress("load", done, total)
+    def staged(stage: str) -> Callable[[int, int], None]:
+        return lambda done, total: None if progress is None else progress(stage, done, total)
 
     try:
         forbidden = Quarantine(warn=_log.warning).entries_for(opened.info)
@@ -437,14 +437,12 @@ def load_model(
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
         with ModelWeights.open(folder) as weights:
-            memory: dict[str, Any] = {"kv_dtype": kv_cache, "mode": mode, "vram_budget": vram_budget}
-            options: dict[str, Any] = {
-                "context": context,
-                "exact": exact,
-                "quarantine": variants,
-                "progress": loaded,
-            }
-            model = QwenModel.load(weights, opened, **memory, **options)
+            model = QwenModel.load(
+                *(weights, opened, options),
+                quarantine=variants,
+                progress=staged("load"),
+                on_compile=staged("compile"),
+            )
         return LoadedModel(model, opened)
     except BaseException:
         with suppress(ResourceWarning):  # of a device that hangs; what went wrong is to be told
@@ -452,15 +450,16 @@ def load_model(
         raise
 
 
-def _check_types(device: object, progress: object, **switches: object) -> None:
+def _check_types(options: object, device: object, progress: object, *, canary: object) -> None:
     """Raise RequestError where an argument's type says that something else was meant: "no" would be true."""
+    if not isinstance(options, ModelOptions | None):
+        raise RequestError(f"options={options!r}; expected ModelOptions(...), or its values by name")
     if not isinstance(device, str):
         raise RequestError(f"device={device!r}; expected text: auto, cpu, vulkan or part of an adapter's name")
     if progress is not None and not callable(progress):
         raise RequestError(f"progress={progress!r}; expected a function of (stage, done, total), or None")
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise RequestError(f"{name}={value!r}; expected True or False")
+    if not isinstance(canary, bool):
+        raise RequestError(f"canary={canary!r}; expected True or False")
 
 
 def _load_reference(folder: Path, progress: Progress | None) -> ReferenceModel:

@@ -24,7 +24,9 @@ PATIENCE = 0.5  # seconds of silence before a bar appears
 _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "load": (DownloadColumn(), TransferSpeedColumn()),  # bytes
     "prefill": (MofNCompleteColumn(), TextColumn("tokens")),
+    "compile": (MofNCompleteColumn(), TextColumn("kernels")),
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
+    "bench": (MofNCompleteColumn(), TextColumn("measurements")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }

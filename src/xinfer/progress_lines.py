@@ -11,10 +11,12 @@ INTERVAL_S = 10.0  # of silence before the first line, and between two
 TITLES = {
     "load": "loading weights",
     "prefill": "reading the prompt",
+    "compile": "compiling kernels for this GPU, once",
     "verify": "comparing with the reference",
     "doctor": "trying kernels",
+    "bench": "measuring",
 }
-_UNITS = {"prefill": " tokens", "verify": " passes"}
+_UNITS = {"prefill": " tokens", "verify": " passes", "compile": " kernels", "bench": " measurements"}
 
 
 class Lines:

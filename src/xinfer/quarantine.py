@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
 
 PATH_VARIABLE = "XINFER_QUARANTINE"  # another file than `quarantine_path` would give
@@ -55,6 +57,13 @@ class Entry:
     variant: str
     outcome: str  # "wrong", "hung", "lost", "crashed", "refused"
     detail: str = ""  # by how much, or the reason, or the signal
+    adapter: str = ""  # its name, for people
+    since: str = ""  # "2026-03-01T12:00:00+00:00"
+
+    def flat(self) -> dict[str, Any]:
+        """Everything under one roof, for JSON."""
+        fields = dataclasses.asdict(self)
+        return {**fields.pop("driver"), **fields}
 
 
 class Quarantine:
@@ -114,27 +123,44 @@ class Quarantine:
         Raises:
             DeviceError: the file cannot be written.
         """
-        failed, passed = failed or {}, frozenset(passed)
-        if self._updated(info, failed, passed) is None:
-            return
+        driver, now = Driver.of(info), datetime.now(UTC).isoformat(timespec="seconds")
+        new = [
+            Entry(
+                driver=driver,
+                variant=variant,
+                outcome=outcome,
+                detail=detail[:DETAIL_CHARS],
+                adapter=info.name,
+                since=now,
+            )
+            for variant, (outcome, detail) in sorted((failed or {}).items())
+        ]
+        changed = {*passed, *(entry.variant for entry in new)}
+        self._replace(lambda entry: entry.driver == driver and entry.variant in changed, new)
+
+    def lift_matching(self, patterns: Iterable[str]) -> list[Entry]:
+        """Allow the variants that fit one of these patterns again, on every adapter; what was lifted.
+
+        Raises:
+            RequestError: a pattern fits none.
+            DeviceError: the file cannot be written.
+        """
+        patterns, there = list(patterns), self.entries()
+        for pattern in patterns:
+            if pattern != "*" and not any(fnmatchcase(entry.variant, pattern) for entry in there):
+                names = ", ".join(sorted({entry.variant for entry in there})) or "none"
+                raise RequestError(f"no kernel in quarantine fits {pattern!r}; there are: {names}")
+        return self._replace(lambda entry: any(fnmatchcase(entry.variant, pattern) for pattern in patterns), [])
+
+    def _replace(self, gone: Callable[[Entry], bool], new: list[Entry]) -> list[Entry]:
+        """Write `new` in place of the entries that are to go, which are returned; nothing where nothing changes."""
+        if not new and not any(map(gone, self.entries())):
+            return []
         self._ensure_ours()
         with _alone(self.path):  # two doctors, on two GPUs perhaps, must not undo what the other has found
-            entries = self._updated(info, failed, passed)
-            if entries is not None:
-                self._write(entries)
-
-    def _updated(
-        self, info: DeviceInfo, failed: dict[str, tuple[str, str]], passed: frozenset[str]
-    ) -> list[Entry] | None:
-        """All entries afterwards; None where nothing changes."""
-        driver, before = Driver.of(info), self.entries()
-        changed = {*passed, *failed}
-        kept = [entry for entry in before if entry.driver != driver or entry.variant not in changed]
-        new = [
-            Entry(driver=driver, variant=variant, outcome=outcome, detail=detail[:DETAIL_CHARS])
-            for variant, (outcome, detail) in sorted(failed.items())
-        ]
-        return [*kept, *new] if new or len(kept) != len(before) else None
+            before = self.entries()
+            self._write([*(entry for entry in before if not gone(entry)), *new])
+            return [entry for entry in before if gone(entry)]
 
     def _ensure_ours(self) -> None:
         if self._is_foreign():
@@ -244,8 +270,26 @@ def describe(info: DeviceInfo, entries: list[Entry]) -> str:
     kernels = "kernel is" if len(entries) == 1 else "kernels are"
     return (
         f"{len(entries)} {kernels} in quarantine with {info.driver} {info.driver_version}, others are used in their "
-        f"place: {named}{more}; `xinfer doctor` tries them again"
+        f"place: {named}{more}; `xinfer quarantine` says why, `xinfer doctor` tries them again"
     )
+
+
+def as_text(entries: list[Entry]) -> str:
+    """A list for people, by adapter and driver."""
+    by_driver: dict[Driver, list[Entry]] = {}
+    for entry in entries:
+        by_driver.setdefault(entry.driver, []).append(entry)
+    parts = []
+    for driver, found in by_driver.items():
+        adapter = found[-1].adapter or f"adapter {driver.vendor_id:04x}:{driver.device_id:04x}"
+        width = max(len(entry.variant) for entry in found)
+        lines = [f"{adapter}, {driver.api}, {driver.driver} {driver.driver_version}"]
+        for entry in found:
+            why = f"{entry.outcome}: {entry.detail}" if entry.detail else entry.outcome
+            since = f", since {entry.since[:10]}" if entry.since else ""
+            lines.append(f"  {entry.variant:<{width}}  {why}{since}")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts) or "no kernel is in quarantine"
 
 
 def _parse(data: bytes) -> list[Entry]:
@@ -262,9 +306,10 @@ def _entry(item: Any) -> Entry:
         entry = Entry(**{**item, "driver": Driver(**item["driver"])})
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"an entry is not one: {error}") from None
-    texts = (entry.variant, entry.outcome, entry.detail, entry.driver.api, entry.driver.driver)
+    texts = (entry.variant, entry.outcome, entry.detail, entry.adapter, entry.since)
+    names = (entry.driver.api, entry.driver.driver, entry.driver.driver_version)
     numbers = (entry.driver.vendor_id, entry.driver.device_id)
-    right = all(isinstance(text, str) for text in (*texts, entry.driver.driver_version))
+    right = all(isinstance(text, str) for text in (*texts, *names))
     if not right or not all(isinstance(number, int) for number in numbers):
         raise ValueError(f"an entry is not one: {item}")
     return entry

@@ -302,7 +302,7 @@ class RecoveringModel(Generic[L]):
             return str(problem)
         return (
             f"its kernel {variant} is in quarantine now, and the next call uses another in its place "
-            "(xinfer doctor tries it again)"
+            "(xinfer quarantine lists it, xinfer doctor tries it again)"
         )
 
     def _drop(self) -> None:

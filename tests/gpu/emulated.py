@@ -18,6 +18,7 @@ from xinfer.ops import _attention, _base, _packed
 from xinfer.shaders.catalog import Variant, variants
 
 # What software drivers have room for in groupshared memory; the queries are there, too.
+SHARED_BYTES = 32 << 10
 SMALL_ATTENTION = {64: {"WAVES": 2, "KEYS": 32}, 128: {"WAVES": 1, "KEYS": 32}}
 
 
@@ -28,7 +29,7 @@ def emulated(variant: Variant) -> Variant:
     if variant.op == "attention":
         defines |= SMALL_ATTENTION[defines["DIM_MAX"]]
         lanes = 32 * defines["WAVES"]
-    elif variant.op == "linear_gemm":
+    elif variant.op == "linear_gemm" and variant.shared_bytes > SHARED_BYTES:
         defines["TILE_LOADS"] = 4
     return dataclasses.replace(
         variant,

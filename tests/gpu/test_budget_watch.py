@@ -12,7 +12,7 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Buffer, BufferKind, Device, MemoryStatus
-from xinfer.gpu_model import QwenModel, watch
+from xinfer.gpu_model import ModelOptions, QwenModel, watch
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move
@@ -71,12 +71,12 @@ def test_the_answer_goes_on_with_fewer_layers_resident(
     moved: int,
 ) -> None:
     with ModelWeights.open(checkpoint(SPEC)) as weights:
-        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=before) as model:
             cache = model.make_cache(60)
             model.extend(IDS[:-1], cache)
             expected = list(model.greedy(IDS[-1], cache, limit=30))
             logits = model.forward(IDS, last_only=True)
-        with QwenModel.load(weights, device, kv_dtype="f32", split=before) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=before) as model:
             layer = model.plan.layout.slot_bytes
             cache = model.make_cache(60)
             model.extend(IDS[:-1], cache)

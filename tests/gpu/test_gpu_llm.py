@@ -21,8 +21,8 @@ import build_shaders
 from xinfer import LLM, gpu
 from xinfer.checkpoint import Checkpoint
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, RequestError
-from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu.api import Device, Kernel, KernelCode
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -96,7 +96,7 @@ def test_demo_model_200_greedy_tokens_are_the_oracles(device: Device) -> None:
     ids, n_valid = checkpoint.encode("ROMEO."), checkpoint.tokenizer.size
     with (
         ModelWeights.open(checkpoint.folder) as weights,
-        QwenModel.load(weights, device, kv_dtype="f32", exact=True) as model,
+        QwenModel.load(weights, device, ModelOptions(kv_cache="f32", exact=True)) as model,
     ):
         cache = model.make_cache(400)
         model.extend(ids[:-1], cache) if len(ids) > 1 else None
@@ -113,6 +113,36 @@ def test_with_a_float32_cache_the_gpu_writes_what_the_cpu_writes(shared_device: 
     ):
         texts = [llm.generate("To be, or not to be", max_tokens=200, **GREEDY).text for llm in (found, expected)]
     assert texts[0] == texts[1]
+
+
+def test_kernels_are_counted_before_they_are_made(
+    shared_device: Device, monkeypatch: pytest.MonkeyPatch, checkpoint: CheckpointFactory
+) -> None:
+    """A driver may take seconds for each: whoever waits is told how many there are, and none is made untold."""
+    create, events = type(shared_device).create_kernel, list[Any]()
+
+    def noted(device: Device, code: KernelCode) -> Kernel:
+        events.append(code.id)
+        return create(device, code)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "compile":
+            events.append((done, total))
+
+    monkeypatch.setattr(type(shared_device), "create_kernel", noted)
+    with LLM(checkpoint("f16"), device=selector(shared_device), progress=progress) as made:
+        made.generate("the harbour", max_tokens=3, **GREEDY)
+        before = len(events)
+        made.generate("the harbour", max_tokens=3, **GREEDY)
+        assert len(events) == before
+    rounds = 0
+    while events:
+        (none, total), kernels, told = events[0], events[1 : events[0][1] * 2 : 2], events[2 : events[0][1] * 2 + 1 : 2]
+        assert none == 0
+        assert all(isinstance(kernel, str) for kernel in kernels)
+        assert told == [(done, total) for done in range(1, total + 1)]
+        events, rounds = events[2 * total + 1 :], rounds + 1
+    assert rounds >= 2  # the prompt's kernels, and a step's
 
 
 def test_streamed_layers_give_the_same_text(shared_device: Device) -> None:

@@ -22,7 +22,7 @@ import build_shaders
 from xinfer.choice import Choice
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
 from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
-from xinfer.gpu_model import QwenModel, loading, memory
+from xinfer.gpu_model import ModelOptions, QwenModel, loading, memory
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.answer import STEPS_AHEAD
 from xinfer.gpu_model.layout import WeightsLayout
@@ -79,9 +79,12 @@ STAGING = {
 
 
 @contextmanager
-def on(device: Device, folder: Path, **options: Any) -> Iterator[QwenModel]:
-    options = {"kv_dtype": "f32", "exact": True, **options}
-    with ModelWeights.open(folder) as weights, QwenModel.load(weights, device, **options) as model:
+def on(device: Device, folder: Path, *, quarantine: Sequence[str] = (), **values: Any) -> Iterator[QwenModel]:
+    options = ModelOptions(**{"kv_cache": "f32", "exact": True, **values})
+    with (
+        ModelWeights.open(folder) as weights,
+        QwenModel.load(weights, device, options, quarantine=quarantine) as model,
+    ):
         yield model
 
 
@@ -265,7 +268,7 @@ def test_too_little_memory_is_said_before_anything_is_read(
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=free, ours=0))
         monkeypatch.setattr(ModelWeights, "read_into", lambda *_: pytest.fail("read before asking for memory"))
         with pytest.raises(OutOfMemoryError, match="a context of 20,000 tokens would fit") as caught:
-            QwenModel.load(weights, device, context=90_000, mode="resident")
+            QwenModel.load(weights, device, ModelOptions(context=90_000, mode="resident"))
         assert caught.value.missing == plan.cache(90_000) - plan.cache(20_000)
         assert "weights" in str(caught.value)
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=2 * free - 1000, ours=0))
@@ -296,7 +299,7 @@ def test_what_is_asked_for_covers_what_is_taken(device: Device, checkpoint: Chec
             rows=memory.max_rows(device.info, weights.config, 2048),
         )
         before = device.memory().ours
-        with QwenModel.load(weights, device, kv_dtype="f32", context=2048) as model:
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32", context=2048)) as model:
             cache = model.make_cache(2048)
             model.extend(np.zeros(1500, np.int64), cache)
             taken = device.memory().ours - before
@@ -605,10 +608,10 @@ def test_keys_and_values_beyond_f16_ask_for_another_cache(
     """Which the error names only where it is the cache that they do not fit into: f32 holds them."""
     folder = own_checkpoint("untied")
     change(folder, lambda tensors: tensors[layer_tensor_name(1, f"{part}_b")].__setitem__(..., 1e5))
-    with on(device, folder, kv_dtype="f32") as model:
+    with on(device, folder, kv_cache="f32") as model:
         assert np.isfinite(model.forward(PROMPT)).all()
     beyond = r"layer 1 \(layers\.1\.attn\) made the first NaN.*keys or values reach 1\d\d,\d\d\d, .* --kv-cache f32 "
-    with on(device, folder, kv_dtype="f16") as model:
+    with on(device, folder, kv_cache="f16") as model:
         for way in (lambda: list(greedy(model, PROMPT, 5)), lambda: model.forward(PROMPT)):
             with pytest.raises(NumericalError, match=beyond):
                 way()

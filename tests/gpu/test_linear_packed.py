@@ -14,7 +14,9 @@ from xinfer import ops
 from xinfer.model import reference
 from xinfer.shaders.catalog import Variant, variants
 
-COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
+ALL_COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
+COOP = [v for v in ALL_COOP if not v.define("SWIGLU")]
+GATED = [v for v in ALL_COOP if v.define("SWIGLU")]
 # Both tile sizes, both forms, both formats.
 EMULATED = ("f16.coop64.split", "f16.coop128.half", "bf16.coop64.half")
 SHAPES = [(9, 1, 8), (64, 128, 32), (65, 129, 40), (130, 257, 264)]
@@ -31,14 +33,19 @@ def pack(bench: Bench, x: Array, *, exact: bool = True, variant: str | None = No
     n, width = x.shape
     out = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
     packed = ops.PackedRows(out.place, n, width, exact)
-    bench.run(ops.pack_rows, bench.put_rows(x, stride=width + 3, offset=1), packed, label="pack", variant=variant)
+    stride, offset = (width + 4, 4) if variant and ".fours." in variant else (width + 3, 1)
+    bench.run(ops.pack_rows, bench.put_rows(x, stride=stride, offset=offset), packed, label="pack", variant=variant)
     out.read()  # its guard bands
     return packed
 
 
-@pytest.mark.parametrize("variant", ["pack_rows.plain", "pack_rows.wave"])
-@pytest.mark.parametrize(("n", "width"), [(1, 1), (3, 31), (129, 33), (2, 4097)])
-def test_pack_rows(bench: Bench, variant: str, n: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("form", "n", "width"),
+    [("", 1, 1), ("", 3, 31), ("", 129, 33), ("", 2, 4097), ("fours.", 1, 8), ("fours.", 129, 40), ("fours.", 2, 4104)],
+)
+@pytest.mark.parametrize("lanes", ["plain", "wave"])
+def test_pack_rows(bench: Bench, form: str, lanes: str, n: int, width: int) -> None:
+    variant = f"pack_rows.{form}{lanes}"
     if not bench.kernels.usable(variant):
         pytest.skip(f"{bench.device.info.name} cannot run {variant}")
     rng = np.random.default_rng(width)
@@ -135,6 +142,31 @@ def multiply(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, sli
     assert (found[:, :3] == 0).all()
 
 
+def multiply_gated(bench: Bench, variant: Variant, shape: tuple[int, int, int], *, slices: int = 1) -> None:
+    """silu(x @ gate^T) * (x @ up^T), against the reference on what was packed."""
+    n, rows, columns = shape
+    weight_format: ops.Format = "bf16" if ".bf16." in variant.id else "f16"
+    rng = np.random.default_rng(shape)
+    x = rng.standard_normal((n, columns), np.float32)
+    gate, up = (random_weights(rng, (rows, columns), weight_format) for _ in range(2))
+    packed, out = (
+        pack(bench, x, exact=bool(variant.define("SPLIT"))),
+        bench.out(n, rows + 3, fill=np.zeros((n, rows + 3))),
+    )
+    matrices = [bench.put_matrix(w, weight_format, slices=slices) for w in (gate, up)]
+    target = out.rows().columns(3, rows)
+    bench.run(ops.gate_up_packed, packed, matrices[0], matrices[1], target, label="gate_up", variant=variant.id)
+    scales, halves = unpacked(bench, packed)
+    given = (halves.sum(axis=0) * scales[:, None])[:n, :columns]
+    a, b = (reference.linear(given, w.astype(np.float32)) for w in (gate, up))
+    lost_a, lost_b = (sum_tolerance(columns, np.abs(given) @ np.abs(w.astype(np.float32)).T) for w in (gate, up))
+    # silu's slope is at most 1.1, and its own rounding a few units of its last place.
+    tolerance = 1.1 * lost_a * np.abs(b) + lost_b * np.abs(a) + lost_a * lost_b + 1e-6 * np.abs(a * b)
+    found = out.read()
+    assert_close(found[:, 3:], reference.swiglu(a, b), tolerance.astype(np.float32))
+    assert (found[:, :3] == 0).all()
+
+
 def multiply_what_is_no_number(bench: Bench, variant: Variant) -> None:
     """Rows with a NaN or an infinity come out as such, all of them, and no other row does."""
     n, rows, columns = 70, 40, 72
@@ -170,6 +202,29 @@ def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> N
         multiply(own, variant, (70, 201, 3 * 64 + 8), n_parts=4, slices=3)  # the last part has few columns
         multiply_what_is_no_number(own, variant)
         own.release()
+
+
+@pytest.mark.parametrize("name", EMULATED)
+def test_gated_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    variant = variants()[f"linear_gemm.{name}.swiglu"]
+    if bench.kernels.usable(variant.id):
+        pytest.skip("it has the real ones")
+    with ops.KernelSet(bench.device) as kernels:
+        own = dataclasses.replace(bench, kernels=kernels)
+        emulate(own, variant, monkeypatch)
+        for shape in SHAPES:
+            multiply_gated(own, variant, shape)
+        multiply_gated(own, variant, (70, 200, 64), slices=3)
+        own.release()
+
+
+@pytest.mark.parametrize("variant", GATED, ids=lambda variant: variant.id)
+def test_gated_on_matrix_cores(bench: Bench, variant: Variant) -> None:
+    if not bench.kernels.usable(variant.id):
+        pytest.skip(f"{bench.device.info.name} has no matrix cores that {variant.id} can use")
+    for shape in (*SHAPES, (512, 4864, 896)):
+        multiply_gated(bench, variant, shape)
+    multiply_gated(bench, variant, (70, 200, 64), slices=3)
 
 
 @pytest.mark.parametrize("variant", COOP, ids=lambda variant: variant.id)

@@ -13,11 +13,11 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer import gpu
 from xinfer.cli.options import byte_count
-from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
+from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import BufferKind, Device
-from xinfer.gpu_model import QwenModel, predict, prediction
+from xinfer.gpu_model import Mode, ModelOptions, QwenModel, predict, prediction
 from xinfer.gpu_model.layout import RESIDENT, Split, WeightsLayout
-from xinfer.gpu_model.memory import MemoryPlan, Mode, cache_shape
+from xinfer.gpu_model.memory import MemoryPlan, cache_shape
 from xinfer.inspection import predict_model, render_prediction
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -62,11 +62,14 @@ def test_memory_is_what_the_model_then_takes(
             budget = whole.needed(512) - 2 * whole.layout.slot_bytes
         stages: list[tuple[int, int]] = []
         found = predict(
-            weights, device, mode=mode, context=512, vram_budget=budget, progress=lambda *at: stages.append(at)
+            weights,
+            device,
+            ModelOptions(mode=mode, context=512, vram_budget=budget),
+            progress=lambda *at: stages.append(at),
         )
         assert stages == [(n, prediction.N_STAGES) for n in range(1, prediction.N_STAGES + 1)]
         monkeypatch.setattr(device, "create_buffer", noted)
-        with QwenModel.load(weights, device, mode=mode, context=512, vram_budget=budget) as model:
+        with QwenModel.load(weights, device, ModelOptions(mode=mode, context=512, vram_budget=budget)) as model:
             model.make_cache(512).reserve(512)
             assert model.plan.split == found.plan.split
         device.limit_memory(None)
@@ -98,13 +101,13 @@ def test_a_budget_for_one_slot_is_enough(
         plan = MemoryPlan(config=weights.config, layout=layout, shape=cache_shape(weights.config, "f16"), rows=64)
         streamed = Split(streamed=tuple(range(6)), n_slots=1, table_on_host=True)
         least = dataclasses.replace(plan, split=streamed).needed(64)
-        found = predict(weights, device, mode="streaming", context=64, vram_budget=least)
+        found = predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=least))
         assert found.plan.split.n_slots == 1
         assert len(found.plan.split.streamed) == 6
         assert found.tokens_per_second > 0
         assert layers == ["layer 0"]
         with pytest.raises(OutOfMemoryError, match="--vram-budget"):
-            predict(weights, device, mode="streaming", context=64, vram_budget=least - 1)
+            predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=least - 1))
 
 
 def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkpoint: CheckpointFactory) -> None:
@@ -113,7 +116,7 @@ def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkp
         predict(weights, device)  # staging comes to stay
         device.collect()  # type: ignore[attr-defined]
         before, budget = device.live_objects(), device.memory().budget
-        found = predict(weights, device, context=400, vram_budget=300 << 20)
+        found = predict(weights, device, ModelOptions(context=400, vram_budget=300 << 20))
         device.collect()  # type: ignore[attr-defined]
         assert device.live_objects() == before
         assert device.memory().budget == budget
@@ -124,33 +127,33 @@ def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkp
 
 def test_what_does_not_fit_is_told_before_anything_is_measured(device: Device, checkpoint: CheckpointFactory) -> None:
     with ModelWeights.open(checkpoint(SPEC)) as weights, pytest.raises(OutOfMemoryError, match="are missing"):
-        predict(weights, device, vram_budget=1 << 20)
+        predict(weights, device, ModelOptions(vram_budget=1 << 20))
 
 
 @pytest.mark.parametrize("mode", ["auto", "resident"])
 def test_the_budget_that_is_advised_suffices(device: Device, checkpoint: CheckpointFactory, mode: Mode) -> None:
     with ModelWeights.open(checkpoint(SPEC)) as weights:
         with pytest.raises(OutOfMemoryError) as caught:
-            QwenModel.load(weights, device, mode=mode, vram_budget=1000)
+            QwenModel.load(weights, device, ModelOptions(mode=mode, vram_budget=1000))
         (advised,) = re.findall(r"give it (\S+) or more", str(caught.value))
         budget = byte_count(advised)
         assert budget is not None
-        with QwenModel.load(weights, device, mode=mode, vram_budget=budget) as model:
+        with QwenModel.load(weights, device, ModelOptions(mode=mode, vram_budget=budget)) as model:
             assert model.forward([1], last_only=True).shape == (1, SPEC.vocab_size)
     device.limit_memory(None)
 
 
 def test_the_report_is_json_and_text(device: Device, checkpoint: CheckpointFactory) -> None:
     selector = f"{device.info.api}:{device.info.index}"
-    report = json.loads(json.dumps(predict_model(checkpoint(SPEC), selector, mode="streaming", context=300)))
+    report = json.loads(
+        json.dumps(predict_model(checkpoint(SPEC), selector, ModelOptions(mode="streaming", context=300)))
+    )
     assert report["layers"] == 6
     assert report["streamed_layers"] == 2
     assert report["ram"] == report["bytes_a_token_over_the_bus"] > 0
     text = render_prediction(report)
     assert "2 of 6 streamed from RAM" in text
     assert "tok/s" in text
-    with pytest.raises(RequestError, match="mode='fast'"):
-        predict_model(checkpoint(SPEC), selector, mode="fast")
     with pytest.raises(DeviceError, match="is the CPU"):
         predict_model(checkpoint(SPEC), "cpu")
 

@@ -152,7 +152,14 @@ def assert_near_a_border(
 def test_the_whole_vocabulary_of_a_real_model(bench: Bench) -> None:
     vocab = 151_936
     logits = np.stack([usual(np.random.default_rng(i), vocab) for i in range(6)])
-    kinds: tuple[dict[str, Any], ...] = ({**RAW}, {}, {"top_p": 0.95}, {**RAW, "slow": True}, {"min_p": 0.2}, {"temperature": 0.0})
+    kinds: tuple[dict[str, Any], ...] = (
+        {**RAW},
+        {},
+        {"top_p": 0.95},
+        {**RAW, "slow": True},
+        {"min_p": 0.2},
+        {"temperature": 0.0},
+    )
     params = [requests(1, vocab - 7, **kind)[0] for kind in kinds]
     found = Drawn(bench, logits, params)
     none, zero = np.zeros(vocab, np.uint32), np.zeros(vocab, np.float32)

@@ -18,7 +18,7 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.errors import WeightsError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.model import _safetensors
@@ -43,7 +43,7 @@ def model(device: Device, folder: Path) -> Iterator[QwenModel]:
     device.collect()  # type: ignore[attr-defined]
     before = device.memory().ours
     with ModelWeights.open(folder) as weights:
-        loaded = QwenModel.load(weights, device, kv_dtype="f32", split=FROM_DISK)
+        loaded = QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=FROM_DISK)
     with loaded:
         yield loaded
     device.flush_uploads()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.conftest import CheckpointFactory
 from tests.gpu.conftest import missing
 from typer.testing import CliRunner
@@ -19,7 +21,7 @@ import build_shaders
 from xinfer import gpu
 from xinfer.cli.app import app
 from xinfer.errors import DeviceError, NumericalError
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.gpu_model.forward import Pass
 from xinfer.gpu_model.steps import ROW_BUCKETS, Steps
 from xinfer.model.synthetic import SyntheticSpec
@@ -83,7 +85,7 @@ def test_every_kernel_that_the_model_records_is_judged(checkpoint: CheckpointFac
     used: set[str] = set()
     with gpu.open_device("vulkan") as device, ModelWeights.open(folder) as weights:  # type: ignore[union-attr]
         for context in (300, 16_384):
-            with QwenModel.load(weights, device, context=context) as model:
+            with QwenModel.load(weights, device, ModelOptions(context=context)) as model:
                 model.make_cache(context).reserve(context)
                 used |= kernels_of(model)
     assert used - judged(report) == set(report["not_tried"])
@@ -223,6 +225,36 @@ def test_no_gpu_is_an_error_that_names_what_there_is(checkpoint: CheckpointFacto
         verify(checkpoint("one_layer"), device="auto")
 
 
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("model.layers.1.self_attn.o_proj.weight", ("o", 1)),
+        ("model.layers.0.post_attention_layernorm.weight", ("gate_up", 0)),
+        ("model.norm.weight", ("logits", None)),
+        ("model.embed_tokens.weight", ("embed", None)),
+    ],
+)
+def test_weights_that_are_nan_are_not_the_devices_fault(
+    checkpoint: CheckpointFactory, tmp_path: Path, name: str, place: tuple[str, int | None]
+) -> None:
+    """Op and layer, which tensor, and exit status 1."""
+    folder = shutil.copytree(checkpoint("f16"), tmp_path / "nan")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].reshape(-1)[:: max(1, tensors[name].size // 100)] = np.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    result = CliRunner().invoke(
+        app, ["verify", str(folder), *["--device", "vulkan", "--longest", "2", "--tokens", "1", "--json"]]
+    )
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    assert report["divergences"] == []
+    assert report["recordings"] == []
+    assert report["not_finite"]["tensors"] == [name]
+    op, layer = place
+    assert report["not_finite"]["layer"] == layer
+    assert report["not_finite"]["op"] in (op, "post_ln", "norm")  # a norm by itself where it is not fused
+
+
 def test_cases_fit_into_the_context() -> None:
     for context, n_steps in itertools.product((1, 2, 3, 10, 64, 100, 4096), (0, 2, 8, 100)):
         cases = plan_cases(context, n_steps)
@@ -238,7 +270,7 @@ def test_streamed_layers_are_verified_too(checkpoint: CheckpointFactory, monkeyp
     modes = []
 
     def streaming(weights: Any, device: Any, **options: Any) -> QwenModel:
-        model = load(weights, device, mode="streaming", **options)
+        model = load(weights, device, ModelOptions(mode="streaming"), **options)
         modes.append(model.steps.resident)
         return model
 

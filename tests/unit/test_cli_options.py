@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from xinfer import llm
 from xinfer.cli.app import main
 from xinfer.cli.options import LARGEST_SIZE, byte_count
 from xinfer.errors import RequestError
+from xinfer.gpu_model import ModelOptions, OptionValues
 
 
 @pytest.mark.parametrize(
@@ -43,17 +46,44 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         byte_count(text)
 
 
+def given_to(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str) -> dict[str, Any]:
+    """What a command hands to `llm`'s LLM or load_model."""
+    given: dict[str, Any] = {}
+
+    def refuse(_model: str, options: ModelOptions, **others: Any) -> None:
+        given.update(others, options=options)
+        raise RequestError("enough")
+
+    monkeypatch.setattr(llm, name, refuse)
+    monkeypatch.setattr(sys, "argv", ["xinfer", *arguments])
+    with pytest.raises(SystemExit):
+        main()
+    return given
+
+
 @pytest.mark.parametrize("command", [["generate", "x"], ["chat", "x"]])
 @pytest.mark.parametrize("canary", [True, False])
 def test_the_canary_reaches_the_model(monkeypatch: pytest.MonkeyPatch, command: list[str], canary: bool) -> None:
-    given: dict[str, Any] = {}
+    assert given_to(monkeypatch, "LLM", *command, *(["--canary"] if canary else []))["canary"] is canary
 
-    def refuse(_model: str, **options: Any) -> None:
-        given.update(options)
-        raise RequestError("enough")
 
-    monkeypatch.setattr(llm, "LLM", refuse)
-    monkeypatch.setattr(sys, "argv", ["xinfer", *command, *(["--canary"] if canary else [])])
-    with pytest.raises(SystemExit):
-        main()
-    assert given["canary"] is canary
+MEMORY = ["--kv-cache", "f32", "--mode", "streaming", "--vram-budget", "8GB", "--exact"]
+CHOSEN = ModelOptions(kv_cache="f32", mode="streaming", vram_budget=8_000_000_000, exact=True)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_model_options_reach_the_model(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    given = given_to(monkeypatch, "LLM", command, "x", "--context", "64", *MEMORY)
+    assert given["options"] == dataclasses.replace(CHOSEN, context=64)
+    assert given_to(monkeypatch, "LLM", command, "x")["options"] == ModelOptions()
+
+
+def test_model_options_reach_what_makes_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = ["logits", "--tokens", "1", "--out", str(tmp_path / "x.npy")]
+    assert given_to(monkeypatch, "load_model", *command, *MEMORY)["options"] == CHOSEN
+    assert given_to(monkeypatch, "load_model", *command)["options"] == ModelOptions()
+
+
+def test_single_values_are_those_of_the_options() -> None:
+    fields = {field.name: field.type for field in dataclasses.fields(ModelOptions)}
+    assert {name: value.__forward_arg__ for name, value in OptionValues.__annotations__.items()} == fields

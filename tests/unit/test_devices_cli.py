@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from xinfer import gpu, inspection
-from xinfer.cli.loading import warn_of_software
+from xinfer.cli.loading import warn_of_device
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import DeviceInfo, DeviceKind
 from xinfer.gpu.null import INFO
@@ -152,11 +152,44 @@ def test_devices_says_why_there_is_none(tmp_path: Path) -> None:
 def test_a_software_driver_that_was_not_asked_for_is_said(
     selector: str, is_software: bool, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warn_of_software(selector, "vulkan:0 llvmpipe (software)", is_software=is_software)
+    warn_of_device(selector, "vulkan:0 llvmpipe (software)", is_software=is_software, fallback=None)
     shown = capsys.readouterr()
     assert shown.out == ""
     assert ("warning: vulkan:0 llvmpipe (software) is not a GPU" in shown.err) == warned
     assert bool(shown.err) == warned
+
+
+@pytest.mark.parametrize(
+    ("there", "why"),
+    [([], "there is only a software driver"), ([SOFTWARE, DISCRETE], None)],
+)
+def test_why_there_is_no_gpu_is_the_first_reason_of_each_api(
+    adapters: list[DeviceInfo], monkeypatch: pytest.MonkeyPatch, there: list[DeviceInfo], why: str | None
+) -> None:
+    adapters += there
+    reasons = [] if there else ["there is only a software driver", "and a hint"]
+    monkeypatch.setattr("xinfer.gpu.vulkan.diagnose", lambda: reasons)
+    monkeypatch.setattr("xinfer.gpu.d3d12.diagnose", list)
+    assert gpu.why_no_gpu() == (why or "none of the adapters is a GPU of its own")
+
+
+def test_what_auto_falls_back_to_is_said_in_one_line(tmp_path: Path) -> None:
+    """No driver at all, whatever this machine has: text says it once, JSON in a field, and --quiet not at all."""
+    missing = str(tmp_path / "gone.json")
+    hidden = {"VK_DRIVER_FILES": missing, "VK_ICD_FILENAMES": missing}
+    command = ("generate", "--max-tokens", "2", "x")
+    said = [line for line in run(*command, **hidden).stderr.splitlines() if "no GPU" in line]
+    assert len(said) == 1
+    assert said[0].startswith("the CPU is used, for --device auto found no GPU: ")
+    assert missing in said[0]
+    assert run(*command, "--quiet", **hidden).stderr == ""
+    assert "no GPU" not in run(*command, "--device", "cpu", **hidden).stderr
+    stats = json.loads(run(*command, "--json", **hidden).stdout)["stats"]
+    assert stats["device"] == "cpu"
+    assert missing in stats["fallback"]
+    assert json.loads(run(*command, "--json", "--device", "cpu", **hidden).stdout)["stats"]["fallback"] is None
+    logits = run("logits", "--tokens", "1", "--out", str(tmp_path / "l.npy"), **hidden)
+    assert said[0] in logits.stderr.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,7 @@ def test_every_failure_is_written_at_once(machine: Machine) -> None:
 
 
 def test_the_report_says_how_long_and_keeps_the_order(machine: Machine) -> None:
+    machine.at_a_time = 1  # of several, the one that began first is named
     names = []
     report = clinic.examine(
         quarantine=machine.quarantine, progress=lambda stage, done, total, current: names.append(current)
@@ -318,7 +319,7 @@ def test_the_report_says_how_long_and_keeps_the_order(machine: Machine) -> None:
     assert [entry["variant"] for entry in entries] == list(variants())
     assert {entry["seconds"] for entry in entries} == {1.5}
     assert report["seconds"] >= report["adapters"][0]["seconds"] >= 0
-    assert {"embed.f32", "argmax.pick"} < set(names)
+    assert set(variants()) < set(names)
     assert "it took" in reporting.as_text(report)
 
 

@@ -13,14 +13,16 @@ SOURCE = Path(__file__).parents[2] / "src" / "xinfer"
 
 # A module (or package) and the modules of ours that it may import. Everyone may import errors, and packages themselves.
 ALLOWED = {
-    "__init__": {"_version", "errors", "llm", "sampling"},
+    "__init__": {"_version", "errors", "gpu_model", "llm", "sampling"},
     "__main__": {"cli"},
     "_version": set(),
     "errors": set(),
     "cli": {
         "_version",
+        "bench",
         "doctor",
         "gpu",
+        "gpu_model",
         "hub",
         "inspection",
         "llm",
@@ -31,6 +33,7 @@ ALLOWED = {
         "sampling",
         "verify",
     },
+    "bench": {"_version", "gpu", "gpu_model", "kv_cache", "llm", "model", "ops"},
     "doctor": {"_version", "gpu", "model", "ops", "quarantine", "shaders", "trials"},
     "verify": {"_version", "gpu", "gpu_model", "kv_cache", "model", "ops", "quarantine", "trials"},
     "trials": {"gpu", "model", "ops", "sampling", "shaders"},
@@ -76,6 +79,7 @@ ALLOWED = {
 THIRD_PARTY = {
     "model": {"numpy", "ml_dtypes", "safetensors", "tokenizers"},  # tokenizers: only synthetic, to write one
     "engine": {"numpy"},
+    "bench": {"matplotlib", "numpy"},
     "llm": {"numpy"},
     "recovery": {"numpy"},
     "checkpoint": {"numpy"},

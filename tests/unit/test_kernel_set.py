@@ -44,6 +44,17 @@ def test_a_size_that_a_variant_names_counts() -> None:
     assert not kernels(max_workgroup_subgroups=lanes // 32 - 1, **limits).usable(variant.id)
 
 
+def test_what_makes_kernels_says_how_many_are_missing() -> None:
+    told: list[tuple[int, int]] = []
+    first, second, third = [variant for variant in variants().values() if not variant.needs][:3]
+    made = KernelSet(NullDevice(), on_make=lambda *at: told.append(at))
+    made.make([first, second])
+    made.make([second, third])
+    made.make([third])
+    assert told == [(0, 2), (1, 2), (2, 2), (0, 1), (1, 1)]
+    assert made.kernel(first) is made.kernel(first)
+
+
 def test_an_op_that_has_no_kernel_left_is_named_with_the_reasons() -> None:
     """And what to do."""
     candidates = ["attention.f16.coop64.split", "attention.f16.plain"]

@@ -283,6 +283,7 @@ def test_after_close_everything_says_so(folder: Path) -> None:
     [
         ({"exact": "no"}, "exact='no'; expected True or False"),
         ({"canary": 1}, "canary=1; expected True or False"),
+        ({"options": {"mode": "auto"}}, r"options=\{'mode': 'auto'\}; expected ModelOptions"),
         ({"device": None}, "device=None; expected text: auto, cpu"),
         ({"device": b"cpu"}, "device=b'cpu'; expected text: auto, cpu"),
         ({"progress": 5}, r"progress=5; expected a function of \(stage, done, total\)"),

@@ -8,15 +8,17 @@ import os
 import stat
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from tests.unit.cli_run import run
 
 from xinfer import quarantine
-from xinfer.errors import DeviceError
+from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu import _disk
 from xinfer.gpu.null import INFO
-from xinfer.quarantine import Quarantine, describe
+from xinfer.quarantine import Quarantine, as_text, describe
 
 NEWER = dataclasses.replace(INFO, driver_version="1")
 OTHER = dataclasses.replace(INFO, device_id=INFO.device_id + 1)
@@ -57,6 +59,78 @@ def test_update_replaces_lifts_and_leaves_others_alone(kept: Quarantine) -> None
     kept.lift(INFO, ["a", "unknown"])
     assert kept.variants_for(INFO) == frozenset()
     assert kept.variants_for(NEWER) == {"a"}
+
+
+def test_an_entry_says_whose_it_is_and_since_when(kept: Quarantine) -> None:
+    before = datetime.now(UTC).replace(microsecond=0)
+    kept.add(INFO, "a", "wrong", "off by 3")
+    (entry,) = kept.entries()
+    assert entry.adapter == INFO.name
+    assert before <= datetime.fromisoformat(entry.since) <= datetime.now(UTC)
+    assert entry.flat() == {
+        **{name: getattr(INFO, name) for name in ("api", "vendor_id", "device_id", "driver", "driver_version")},
+        "variant": "a",
+        "outcome": "wrong",
+        "detail": "off by 3",
+        "adapter": INFO.name,
+        "since": entry.since,
+    }
+
+
+def test_a_file_without_names_and_dates_is_read(kept: Quarantine, said: list[str]) -> None:
+    kept.add(INFO, "a", "wrong", "off by 3")
+    content = json.loads(kept.path.read_text())
+    for name in ("adapter", "since"):
+        del content["entries"][0][name]
+    kept.path.write_text(json.dumps(content))
+    assert kept.variants_for(INFO) == {"a"}
+    assert said == []
+    assert as_text(kept.entries()).endswith("  a  wrong: off by 3")
+
+
+def test_patterns_lift_on_every_adapter(kept: Quarantine) -> None:
+    kept.update(INFO, failed=dict.fromkeys(("rope.plain", "rope.wave", "add.plain"), ("wrong", "")))
+    kept.add(NEWER, "rope.plain", "hung")
+    lifted = kept.lift_matching(["rope.p*"])
+    assert [(entry.driver.driver_version, entry.variant) for entry in lifted] == [
+        (INFO.driver_version, "rope.plain"),
+        (NEWER.driver_version, "rope.plain"),
+    ]
+    assert kept.variants_for(INFO) == {"rope.wave", "add.plain"}
+    with pytest.raises(RequestError, match=r"fits 'rope\.p\*'; there are: add\.plain, rope\.wave"):
+        kept.lift_matching(["add.plain", "rope.p*"])
+    assert len(kept.lift_matching(["*"])) == 2
+    assert kept.lift_matching(["*"]) == []
+
+
+def test_the_command_lists_lifts_and_clears(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.json"
+    environment = {quarantine.PATH_VARIABLE: str(path)}
+
+    def listed(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+        return run("quarantine", *arguments, environment=environment, status=status)
+
+    assert listed().stdout == "no kernel is in quarantine\n"
+    assert json.loads(listed("--json").stdout) == {"file": str(path), "entries": [], "lifted": []}
+    kept = Quarantine(path)
+    kept.add(INFO, "rope.plain", "wrong", "off by 3")
+    kept.add(INFO, "add.plain", "hung")
+    text = listed()
+    assert text.stdout.splitlines() == [
+        f"{INFO.name}, {INFO.api}, {INFO.driver} {INFO.driver_version}",
+        f"  rope.plain  wrong: off by 3, since {kept.entries()[0].since[:10]}",
+        f"  add.plain   hung, since {kept.entries()[0].since[:10]}",
+    ]
+    assert str(path) in text.stderr
+    value = json.loads(listed("--json", "--lift", "rope.plain").stdout)
+    assert [entry["variant"] for entry in value["lifted"]] == ["rope.plain"]
+    assert value["entries"] == [kept.entries()[0].flat()]
+    assert "there are: add.plain" in listed("--lift", "rope.plain", status=1).stderr
+    assert "give one of the two" in listed("--lift", "x", "--clear", status=2).stderr
+    cleared = listed("--clear")
+    assert "add.plain is used again" in cleared.stderr
+    assert cleared.stdout == "no kernel is in quarantine\n"
+    assert kept.entries() == []
 
 
 def test_nothing_is_written_where_nothing_changes(kept: Quarantine) -> None:

@@ -118,6 +118,18 @@ def test_numbers_are_those_of_common_hlsli() -> None:
         assert value(f"STATE_{field.upper()}") == number
 
 
+def test_a_flag_is_defined_in_one_file() -> None:
+    places: dict[str, list[str]] = {}
+    for path in (*shaders.SOURCES.glob("*.hlsl*"), *shaders.SOURCES.glob("*.slang")):
+        for name in re.findall(r"#define (FLAG_\w+)", path.read_text()):
+            places.setdefault(name, []).append(path.name)
+    assert places == {
+        "FLAG_BIAS": ["linear.hlsli"],
+        "FLAG_ACCUMULATE": ["linear.hlsli"],
+        "FLAG_NOT_FINITE": ["common.hlsli"],
+    }
+
+
 def test_a_row_of_state_survives_packing() -> None:
     row = ops.RowState(token=1, position=2, sequence=3, steps=4, flags=5, bad_step=6)
     assert len(row.pack()) == ops.STATE_BYTES

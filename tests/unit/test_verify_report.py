@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
+from xinfer.cli.verify import verify
 from xinfer.gpu.null import INFO
 from xinfer.model.config import Qwen2Config
 from xinfer.trials import expected
@@ -18,7 +20,7 @@ from xinfer.verify.findings import LAYER_OPS, Case, Finding, finding
 from xinfer.verify.layers import JUDGES
 from xinfer.verify.page import as_page
 from xinfer.verify.recorded import Difference
-from xinfer.verify.report import Verified, as_dict, as_text
+from xinfer.verify.report import TOLERANCE, Verified, as_dict, as_text
 from xinfer.verify.run import compare
 
 CONFIG = Qwen2Config.from_json(
@@ -101,7 +103,8 @@ def test_verdicts() -> None:
 def test_two_reports_are_compared() -> None:
     def report(selector: str, *ops: str) -> dict[str, Any]:
         device = {"selector": selector, "driver": "amd"}
-        return {"right": not ops, "device": device, "divergences": [{"op": op} for op in ops]}
+        found = {"right": not ops, "device": device, "divergences": [{"op": op} for op in ops]}
+        return {**found, "not_finite": None}
 
     assert "both right" in compare(report("vulkan:0"), report("d3d12:0"))
     assert "suspect the driver of vulkan:0" in compare(report("vulkan:0", "qkv"), report("d3d12:0"))
@@ -115,7 +118,9 @@ def found(layer: int | None, op: str, error: float, case: str = "prompt of 1 tok
     return finding(case, layer, op, ["a.kernel"], [("it", values, Expected(array(1), array(0.1)))], list)
 
 
-def verified(*findings: Finding, differences: tuple[Difference, ...] = ()) -> dict[str, Any]:
+def verified(
+    *findings: Finding, differences: tuple[Difference, ...] = (), damaged: Sequence[str] = ()
+) -> dict[str, Any]:
     wrong = [f for f in findings if not f.judgement.right]
     diagnoses = [
         Diagnosis(finding=f, layers=(f.layer,), cases=(f.case,), alone=(), elsewhere=(), verdict="<because> & so")
@@ -135,6 +140,7 @@ def verified(*findings: Finding, differences: tuple[Difference, ...] = ()) -> di
             findings=findings,
             differences=differences,
             diagnoses=diagnoses,
+            damaged=damaged,
             seconds=1.25,
         )
     )
@@ -152,6 +158,45 @@ def test_a_right_report() -> None:
     assert "bit for bit" in text
     assert "in quarantine, and not used: b.kernel" in text
     json.dumps(report, allow_nan=False)
+
+
+def test_what_a_tolerance_is_stands_wherever_there_is_one() -> None:
+    report = verified(*RIGHT)
+    assert TOLERANCE in as_text(report)
+    assert TOLERANCE in as_page(report)
+    assert TOLERANCE in " ".join((verify.__doc__ or "").split())
+
+
+def not_finite(layer: int | None, op: str) -> Finding:
+    values = array(np.nan, 1)
+    return finding("prompt of 1 token", layer, op, ["a.kernel"], [("it", values, Expected(values, array(0.1)))], list)
+
+
+def test_nan_of_the_weights_is_told_with_its_place_and_is_not_right() -> None:
+    report = verified(*RIGHT, not_finite(1, "down"), not_finite(1, "qkv"), damaged=["model.layers.1.q"])
+    assert not report["right"]
+    assert report["first"] is None
+    assert report["not_finite"] == {
+        "op": "qkv",
+        "layer": 1,
+        "case": "prompt of 1 token",
+        "tensors": ["model.layers.1.q"],
+    }
+    said = "NOT FINITE, first at qkv of layer 1, prompt of 1 token: not by the device, but by the weights: "
+    assert f"{said}model.layers.1.q; 2 numbers were not judged" in as_text(report)
+    assert "every op that could be judged is right" in as_text(report)
+    assert f"{said}model.layers.1.q. What could" in as_page(report)
+    assert "the weights make NaN or infinity, not the devices" in compare(report, report)
+    assert verified(*RIGHT)["not_finite"] is None
+
+
+def test_nan_of_sums_and_nan_of_the_device_are_told_apart() -> None:
+    text = as_text(verified(*RIGHT, not_finite(1, "qkv")))
+    assert "which are finite themselves but too large" in text
+    report = verified(*RIGHT, found(0, "attn", np.nan), not_finite(1, "qkv"))
+    assert report["first"]["op"] == "attn"
+    assert "NOT FINITE from qkv of layer 1" in as_text(report)
+    assert "not by the device" not in as_text(report)
 
 
 def test_the_first_divergence_is_the_first_in_the_network() -> None:

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from xinfer._version import __version__
+from xinfer.cli.bench import bench
 from xinfer.cli.chat import chat
 from xinfer.cli.devices import devices
 from xinfer.cli.doctor import doctor
@@ -20,13 +21,14 @@ from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
+from xinfer.cli.quarantine import quarantine
 from xinfer.cli.status import INTERNAL, INTERRUPTED, TERMINATED
 from xinfer.cli.synth import synth
 from xinfer.cli.verify import verify
 from xinfer.errors import XinferError
 
 # A new command is one more name here; the help lists them in this order.
-COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, verify, synth)
+COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, synth)
 
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one

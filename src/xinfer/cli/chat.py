@@ -32,6 +32,7 @@ def chat(
     device: options.Device = "auto",
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
+    mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
@@ -64,8 +65,7 @@ def chat(
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
-    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary}
-    with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
+    with load(model, device, options.model_options(ctx), canary=canary, quiet=quiet) as llm:
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:
             talk.converse()

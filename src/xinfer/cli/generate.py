@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,6 +21,7 @@ def generate(
     device: options.Device = "auto",
     context: options.Context = None,
     kv_cache: options.KVCache = "f16",
+    mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
@@ -57,6 +58,5 @@ def generate(
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
     text = read_stdin() if prompt in (None, "-") else prompt
     values = options.sampling_values(ctx)
-    given: dict[str, Any] = {"vram_budget": vram_budget, "exact": exact, "canary": canary}
-    with load(model, device, context, kv_cache, **given, quiet=quiet) as llm:
+    with load(model, device, options.model_options(ctx), canary=canary, quiet=quiet) as llm:
         print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)

@@ -12,6 +12,7 @@ from xinfer.cli.output import print_json
 
 
 def inspect(
+    ctx: typer.Context,
     model: options.ModelArgument = "demo",
     *,
     context: options.Context = None,
@@ -41,17 +42,14 @@ def inspect(
         for name, given in (("mode", mode != "auto"), ("kv-cache", kv_cache != "f16"), ("vram-budget", budget_given)):
             if given:
                 raise typer.BadParameter("it is for a prediction; add --device", param_hint=f"--{name}")
-    folder = resolve(model)
+    chosen, folder = options.model_options(ctx), resolve(model)
     report = inspect_model(folder, context=context)
     if device is not None:
         with progress_bars(quiet=as_json) as progress:
             report["prediction"] = predict_model(
                 folder,
                 device,
-                context=context,
-                kv_cache=kv_cache,
-                mode=mode,
-                vram_budget=options.byte_count(vram_budget),
+                chosen,
                 progress=progress and (lambda done, of: progress("measure", done, of)),
             )
     if as_json:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xinfer.cli.options import byte_count
 from xinfer.cli.output import say
 from xinfer.errors import RequestError
 
 if TYPE_CHECKING:
+    from xinfer.gpu_model import ModelOptions
     from xinfer.llm import LLM
 
 
@@ -24,34 +24,26 @@ def resolve(model: str) -> Path:
 
 
 @contextmanager
-def load(
-    model: str,
-    device: str,
-    context: int | None,
-    kv_cache: str = "f16",
-    *,
-    vram_budget: str | None = None,
-    quiet: bool = False,
-    exact: bool = False,
-    canary: bool = False,
-) -> Iterator[LLM]:
+def load(model: str, device: str, options: ModelOptions, *, canary: bool = False, quiet: bool = False) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
     from xinfer.llm import LLM
 
-    options: dict[str, Any] = {"device": device, "context": context, "kv_cache": kv_cache, "canary": canary}
-    options["exact"] = exact
-    options["vram_budget"] = byte_count(vram_budget)
-    with progress_bars(quiet=quiet) as progress, LLM(model, **options, progress=progress) as llm:
-        warn_of_software(device, llm.device, is_software=llm.is_software)
+    with (
+        progress_bars(quiet=quiet) as progress,
+        LLM(model, options, device=device, canary=canary, progress=progress) as llm,
+    ):
+        warn_of_device(device, llm.device, is_software=llm.is_software, fallback=None if quiet else llm.fallback)
         if not quiet and (chosen := llm.chosen()):
             say(chosen)
         yield llm
 
 
-def warn_of_software(selector: str, device_name: str, *, is_software: bool) -> None:
-    """Say so where an API was asked for, not an adapter, and all that it has is a software driver."""
+def warn_of_device(selector: str, device_name: str, *, is_software: bool, fallback: str | None) -> None:
+    """Say so where no GPU is used: "auto" found none, or the API that was asked for has a software driver only."""
     from xinfer import gpu
 
+    if fallback is not None:
+        say(f"the CPU is used, for --device auto found no GPU: {fallback} (xinfer devices says more)")
     if is_software and selector.strip().lower() in gpu.BACKENDS:
         say(f"warning: {device_name} is not a GPU, and slow; xinfer devices says what there is")
 

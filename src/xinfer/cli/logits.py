@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from xinfer.cli import options
-from xinfer.cli.loading import progress_bars, resolve, warn_of_software
+from xinfer.cli.loading import progress_bars, resolve, warn_of_device
 from xinfer.cli.output import say
 from xinfer.cli.writing import check_target, replacing
 from xinfer.errors import ContextLengthError, NumericalError, RequestError
 
 
 def logits(
+    ctx: typer.Context,
     *,
     tokens: Annotated[str, typer.Option(metavar="IDS", help="Token ids, separated by commas: 1,2,3.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write: .npy, float32, tokens x vocabulary.")],
     model: options.Model = "demo",
     device: options.Device = "auto",
     kv_cache: options.KVCache = "f16",
+    mode: options.Mode = "auto",
+    vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
 ) -> None:
     """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer."""
@@ -35,9 +38,9 @@ def logits(
     if out.suffix != ".npy":
         raise RequestError(f"--out {out}; expected a name that ends in .npy")
     check_target(out, "--out")
-    given: dict[str, Any] = {"device": device, "kv_cache": kv_cache, "exact": exact}
-    with progress_bars() as progress, load_model(resolve(model), **given, progress=progress) as loaded:
-        warn_of_software(device, loaded.device_name, is_software=loaded.is_software)
+    chosen, folder = options.model_options(ctx), resolve(model)
+    with progress_bars() as progress, load_model(folder, chosen, device=device, progress=progress) as loaded:
+        warn_of_device(device, loaded.device_name, is_software=loaded.is_software, fallback=loaded.fallback)
         limit = loaded.model.config.max_context
         if len(ids) > limit:
             raise ContextLengthError(f"{len(ids):,} tokens; this model takes {limit:,} at most: give fewer")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from xinfer.gpu_model import ModelOptions
 
 CHECKPOINT = "the checkpoint's"  # where the default of a sampling value comes from
 LARGEST_SIZE = 2**63  # bytes: more than there is anywhere
@@ -125,6 +128,16 @@ def byte_count(size: str | None) -> int | None:
     number, prefix, binary = found.groups()
     unit: int = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
     return round(min(float(number) * unit, LARGEST_SIZE))  # enough digits are infinity
+
+
+def model_options(ctx: typer.Context) -> ModelOptions:
+    """The options of a command that say how the model is to lie on a device."""
+    from xinfer.gpu_model import ModelOptions
+
+    given = {name: value for name, value in ctx.params.items() if name in ModelOptions.__dataclass_fields__}
+    if "vram_budget" in given:
+        given["vram_budget"] = byte_count(given["vram_budget"])
+    return ModelOptions(**given)
 
 
 def sampling_values(ctx: typer.Context) -> dict[str, Any]:

@@ -42,7 +42,10 @@ def verify(
 
     Runs the kernels that generate would run, on prompts of 1 to 513 tokens and decode steps behind them, gives the
     reference the device's own inputs to each, and names the first op that is off: by how much, by which kernel, and
-    whether other kernels of that op, or another driver, get it right. Ends with 1 where something diverged.
+    whether other kernels of that op, or another driver, get it right. A tolerance is how far rounding may take a right
+    kernel from the reference at that number, by its type and the length of its sum: an error of 1 is all of it, as
+    where a single rounding decides, and above 1 an op is wrong. Ends with 1 where something diverged, and where the
+    weights make NaN or infinity.
 
     xinfer verify Qwen/Qwen2.5-0.5B-Instruct --device vulkan:0 --html report.html
     """

@@ -184,7 +184,7 @@ def _pack_rows(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iter
     ):
         n, exact = min(scale.queries, 130), number % 2 == 0
         x = _normal(rng, n, width)
-        if source == 0:
+        if source in (0, 3):
             yield PackTrial(x=x * np.exp(rng.uniform(-20, 20, (n, 1))).astype(np.float32), exact=exact)
         elif source == 1:
             x[::2] *= np.float32(1e-3)  # where eps matters

@@ -33,6 +33,11 @@ def diagnose() -> dict[str, list[str]]:
     return {name: lines for name, lines in reasons.items() if lines}
 
 
+def why_no_gpu() -> str:
+    """Why "auto" takes no GPU, in a clause: the first reason of each API."""
+    return "; ".join(lines[0] for lines in diagnose().values()) or "none of the adapters is a GPU of its own"
+
+
 def choose_device(selector: str) -> api.DeviceInfo | None:
     """The adapter that `selector` means; None where "auto" finds no GPU, but at most a software driver.
 

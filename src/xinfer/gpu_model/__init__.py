@@ -5,20 +5,19 @@ feeds the recordings and reads what comes out, `canary` notices a device that lo
 """
 
 from xinfer.gpu_model.canary import Canary, canary_ids
-from xinfer.gpu_model.memory import KV_TYPES, MODES, KVType, Mode, check_memory_options
 from xinfer.gpu_model.model import QwenModel
+from xinfer.gpu_model.options import KVType, Mode, ModelOptions, OptionValues
 from xinfer.gpu_model.prediction import Prediction, Stages, predict
 
 __all__ = [
-    "KV_TYPES",
-    "MODES",
     "Canary",
     "KVType",
     "Mode",
+    "ModelOptions",
+    "OptionValues",
     "Prediction",
     "QwenModel",
     "Stages",
     "canary_ids",
-    "check_memory_options",
     "predict",
 ]

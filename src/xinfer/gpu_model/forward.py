@@ -267,12 +267,27 @@ class Pass:
             operand = self._operand(self.gate, w.down, name)
         else:
             h = self._normed(self.x, w.post_ln, self.h, w.gate, f"{name}.post_ln", name)
-            for rows, matrix, what in ((self.gate, w.gate, "gate"), (self.up, w.up, "up")):
-                # No barrier is between them: they cannot take turns in the memory for parts of sums.
-                self._product(h, matrix, rows, in_parts=False, label=f"{name}.{what}")
-            self.done(f"{name}.gate_up", (f"{name}.gate", self.gate), (f"{name}.up", self.up))
-            operand = self._gated(w.down, name)
+            operand = self._gated(h, w, name)
         self._add_product(operand, w.down, f"{name}.down", name)
+
+    def _gated(self, h: Rows | ops.PackedRows, w: DeviceLayer, name: str) -> Rows | ops.PackedRows:
+        """silu(gate(h)) * up(h), as the product with down takes it."""
+        if isinstance(h, ops.PackedRows) and self._packs(w.gate, h.n, swiglu=True):
+            ops.gate_up_packed(self.on, h, w.gate, w.up, self.gate, label=f"{name}.gate_up")
+            self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
+            return self._operand(self.gate, w.down, name)
+        for rows, matrix, what in ((self.gate, w.gate, "gate"), (self.up, w.up, "up")):
+            # No barrier is between them: they cannot take turns in the memory for parts of sums.
+            self._product(h, matrix, rows, in_parts=False, label=f"{name}.{what}")
+        self.done(f"{name}.gate_up", (f"{name}.gate", self.gate), (f"{name}.up", self.up))
+        if self._packs(w.down, self.gate.n) and ops.can_pack_fused(self.on, self.gate, self.up):
+            packed = self._packed_rows(self.gate)
+            ops.pack_rows(self.on, self.gate, packed, up=self.up, label=f"{name}.swiglu_pack")
+            self.done(f"{name}.swiglu_pack")
+            return packed
+        ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
+        self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
+        return self._operand(self.gate, w.down, name)
 
     def _add_product(self, operand: Rows | ops.PackedRows, w: ops.Matrix, product: str, total: str) -> None:
         """Add operand @ w^T to x: in one op, or in two where the product itself is to be seen."""
@@ -298,20 +313,9 @@ class Pass:
         self.done(norm, (norm, h))
         return self._operand(h, w, label)
 
-    def _gated(self, w: ops.Matrix, name: str) -> Rows | ops.PackedRows:
-        """silu(gate) * up as products with w take it: packed in the same op where that can be, else by way of gate."""
-        if self._packs(w, self.gate.n) and ops.can_pack_fused(self.on, self.gate, self.up):
-            packed = self._packed_rows(self.gate)
-            ops.pack_rows(self.on, self.gate, packed, up=self.up, label=f"{name}.swiglu_pack")
-            self.done(f"{name}.swiglu_pack")
-            return packed
-        ops.swiglu(self.on, self.gate, self.up, self.gate, label=f"{name}.swiglu")
-        self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
-        return self._operand(self.gate, w, name)
-
-    def _packs(self, w: ops.Matrix, n: int) -> bool:
-        """Whether rows are packed together with the op before: not where that op is to be seen."""
-        return not self.tapped and ops.can_pack(self.on, w, n, exact=self.network.exact)
+    def _packs(self, w: ops.Matrix, n: int, *, swiglu: bool = False) -> bool:
+        """Whether an op is done together with the packed product next to it: not where it is to be seen."""
+        return not self.tapped and ops.can_pack(self.on, w, n, exact=self.network.exact, swiglu=swiglu)
 
     def _packed_rows(self, x: Rows) -> ops.PackedRows:
         return ops.PackedRows(self._packed, x.n, x.width, self.network.exact)

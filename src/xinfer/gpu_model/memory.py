@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
 from xinfer import ops
-from xinfer.errors import DeviceError, OutOfMemoryError, RequestError
+from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.drawing import drawing_bytes
 from xinfer.gpu_model.forward import widths, workspace_bytes
 from xinfer.gpu_model.layout import RESIDENT, SLOTS, Split, WeightsLayout
+from xinfer.gpu_model.options import KVType, ModelOptions
 from xinfer.kv_cache import FIRST_TOKENS, CacheShape
 from xinfer.model.config import Qwen2Config
 from xinfer.model.memory import available_memory
 from xinfer.model.weights import ModelWeights
-
-KVType = Literal["f16", "f32"]
-KV_TYPES: tuple[KVType, ...] = get_args(KVType)
-Mode = Literal["auto", "resident", "streaming"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 SMALL_ROWS, SMALLEST_ROWS = 256, 64  # of a chunk of a prompt, where memory is short
 HOST_SHARE = 0.8  # of the host's available memory, for streamed layers
@@ -30,11 +25,11 @@ WORKSPACE_SHARE = 1 / 64
 MOST_ROWS_SMALL = 512  # on devices that are not discrete
 
 
-def cache_shape(config: Qwen2Config, kv_type: str) -> CacheShape:
+def cache_shape(config: Qwen2Config, kv_cache: KVType) -> CacheShape:
     """What a token takes in the cache."""
     return CacheShape(
         n_layers=config.num_hidden_layers,
-        token_bytes=config.kv_size * (2 if kv_type == "f16" else 4),
+        token_bytes=config.kv_size * (2 if kv_cache == "f16" else 4),
         block_tokens=ops.BLOCK_TOKENS,
     )
 
@@ -115,27 +110,7 @@ class MemoryPlan:
         return max(0, free // a_block) * self.shape.block_tokens
 
 
-def check_memory_options(kv_cache: str, mode: str, vram_budget: int | None) -> None:
-    """Raise RequestError where a user's choice is not among the known ones."""
-    for name, value, known in (("kv_cache", kv_cache, KV_TYPES), ("mode", mode, MODES)):
-        if value not in known:
-            raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
-    if vram_budget is None:
-        return
-    if not isinstance(vram_budget, int) or isinstance(vram_budget, bool) or vram_budget < 1:
-        raise RequestError(f"vram_budget={vram_budget!r}; expected a whole number of bytes, 1 or more")
-
-
-def plan_for(
-    weights: ModelWeights,
-    device: Device,
-    *,
-    kv_dtype: KVType = "f16",
-    context: int | None = None,
-    mode: Mode = "auto",
-    vram_budget: int | None = None,
-    split: Split | None = None,
-) -> MemoryPlan:
+def plan_for(weights: ModelWeights, device: Device, options: ModelOptions, *, split: Split | None = None) -> MemoryPlan:
     """What a checkpoint would take of a device as it is now, within the limit that it has been given.
 
     Raises:
@@ -148,46 +123,34 @@ def plan_for(
             f"the model has heads of {config.head_dim} dimensions; kernels take {ops.HEAD_DIM_MAX} at most: use "
             "device='cpu'"
         )
-    rows = max_rows(device.info, config, context or config.max_context)
-    plan = MemoryPlan(config=config, layout=WeightsLayout(weights), shape=cache_shape(config, kv_dtype), rows=rows)
-    return (
-        replace(plan, split=split)
-        if split is not None
-        else choose_plan(plan, device, mode=mode, context=context, vram_budget=vram_budget)
-    )
+    rows = max_rows(device.info, config, options.context or config.max_context)
+    shape = cache_shape(config, options.kv_cache)
+    plan = MemoryPlan(config=config, layout=WeightsLayout(weights), shape=shape, rows=rows)
+    return choose_plan(plan, device, options) if split is None else replace(plan, split=split)
 
 
-def choose_plan(
-    plan: MemoryPlan,
-    device: Device,
-    *,
-    mode: Mode = "auto",
-    context: int | None = None,
-    vram_budget: int | None = None,
-) -> MemoryPlan:
+def choose_plan(plan: MemoryPlan, device: Device, options: ModelOptions) -> MemoryPlan:
     """`plan` where everything fits into what the device has free, else one that streams as few layers as it must.
 
     Args:
         plan: everything resident.
-        device: which is asked how much is free.
-        mode: "resident" streams nothing, "streaming" at least one layer.
-        context: tokens of one sequence that must fit; None asks for a small cache.
-        vram_budget: the limit that the device was given, for messages.
+        device: which is asked how much is free, and has been given the limit.
+        options: mode, context and limit; without a context a small cache must fit.
 
     Raises:
         OutOfMemoryError: not even that fits. It says what is missing, and which context would fit.
     """
-    status = device.memory()
-    if mode != "streaming" and plan.needed(context) <= status.free:
+    status, context = device.memory(), options.context
+    if options.mode != "streaming" and plan.needed(context) <= status.free:
         return plan
-    if mode == "resident":
-        raise _too_little(plan, device, context, vram_budget)
+    if options.mode == "resident":
+        raise _too_little(plan, device, options)
     smallest = plan
     for rows, n_slots in ((plan.rows, SLOTS), (SMALL_ROWS, SLOTS), (SMALL_ROWS, 1), (SMALLEST_ROWS, 1)):
         smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status.free, context)
         if smallest.needed(context) <= status.free:
             return smallest
-    raise _too_little(smallest, device, context, vram_budget)
+    raise _too_little(smallest, device, options)
 
 
 def spread(n_layers: int, n_streamed: int) -> tuple[int, ...]:
@@ -208,8 +171,8 @@ def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None) -
     return replace(chosen, split=replace(chosen.split, pinned=pinned))
 
 
-def _too_little(plan: MemoryPlan, device: Device, context: int | None, vram_budget: int | None) -> OutOfMemoryError:
-    status, asked, needed = device.memory(), plan.asked(context), plan.needed(context)
+def _too_little(plan: MemoryPlan, device: Device, options: ModelOptions) -> OutOfMemoryError:
+    status, asked, needed = device.memory(), plan.asked(options.context), plan.needed(options.context)
     fits = min(plan.largest_context(status.free - plan.weights - plan.workspace), plan.config.max_context)
     stream = "" if plan.split.streamed else "let layers be streamed (mode 'auto'), or "
     advice = stream + (
@@ -217,7 +180,7 @@ def _too_little(plan: MemoryPlan, device: Device, context: int | None, vram_budg
         if fits >= FIRST_TOKENS
         else "no context would fit: use a smaller model, another device, or --device cpu"
     )
-    if vram_budget is not None:
+    if options.vram_budget is not None:
         enough = f"{-(-needed // 10**6)}MB"  # rounded up, and as the option takes it
         advice = f"the limit is --vram-budget: give it {enough} or more, or leave it out; else {advice}"
     what = f"its embedding, its head and {plan.split.n_slots} of its layers" if plan.split.streamed else "the weights"

@@ -20,7 +20,8 @@ from xinfer.gpu_model.answer import Answer
 from xinfer.gpu_model.forward import Array, Tap, Tuning
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
-from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
+from xinfer.gpu_model.memory import MemoryPlan, plan_for
+from xinfer.gpu_model.options import ModelOptions
 from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
@@ -56,12 +57,19 @@ class QwenModel:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        on_compile: Progress | None = None,
     ) -> None:
         self.config = config
         self.plan = plan  # what it takes of the device's memory, and which layers are streamed
         self.device = device
         self._weights = weights
-        self._steps = Steps(device, config, weights, plan, context=context, exact=exact, quarantine=quarantine)
+        self._steps = Steps(
+            *(device, config, weights, plan),
+            context=context,
+            exact=exact,
+            quarantine=quarantine,
+            on_compile=on_compile,
+        )
         self._lock = threading.RLock()
         # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
         # has to wait for all of them: then a chunk is as large as it can be.
@@ -77,15 +85,12 @@ class QwenModel:
         cls,
         weights: ModelWeights,
         device: Device,
+        options: ModelOptions | None = None,
         *,
-        kv_dtype: KVType = "f16",
-        exact: bool = False,
-        context: int | None = None,
-        mode: Mode = "auto",
-        vram_budget: int | None = None,
         split: Split | None = None,
         quarantine: Iterable[str] = (),
         progress: Progress | None = None,
+        on_compile: Progress | None = None,
     ) -> Self:
         """Upload the weights that fit, once; the others are copied to the device again for each step.
 
@@ -94,16 +99,11 @@ class QwenModel:
         Args:
             weights: an open checkpoint.
             device: where to; it must live longer than the model.
-            kv_dtype: type of the KV cache.
-            exact: on matrix cores, multiply activations as two f16 numbers, to 22 bits; else as one, to 11, twice as
-                fast. Where there are no matrix cores they are float32 in either case.
-            context: tokens of one sequence that must fit beside the weights; None asks for a small cache, which grows
-                with the need.
-            mode: "resident" refuses what does not fit, "streaming" streams at least a layer, "auto" as few as it must.
-            vram_budget: bytes of device memory that all of it may take; None: what is free.
+            options: how it lies there and runs; None: `ModelOptions()`.
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
             progress: called with bytes read and bytes in all.
+            on_compile: called with kernels made and kernels in all, each time that a recording takes new ones.
 
         Raises:
             OutOfMemoryError: the device has too little memory; nothing has been read. It says what is missing and
@@ -111,14 +111,19 @@ class QwenModel:
             WeightsError: the checkpoint cannot be read, or has values beyond the range of f16.
             DeviceError: the quarantine leaves no variant of an op.
         """
-        config, most = weights.config, context or weights.config.max_context
-        device.limit_memory(vram_budget)
-        plan = plan_for(
-            weights, device, kv_dtype=kv_dtype, context=context, mode=mode, vram_budget=vram_budget, split=split
-        )
+        options = options or ModelOptions()
+        config, most = weights.config, options.context or weights.config.max_context
+        device.limit_memory(options.vram_budget)
+        plan = plan_for(weights, device, options, split=split)
         loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
         try:
-            return cls(device, config, loaded, plan, context=most, exact=exact, quarantine=quarantine)
+            return cls(
+                *(device, config, loaded, plan),
+                context=most,
+                exact=options.exact,
+                quarantine=quarantine,
+                on_compile=on_compile,
+            )
         except BaseException:
             loaded.release()
             raise

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
 from xinfer.gpu_model.loading import Job, Loader
-from xinfer.gpu_model.memory import KVType, MemoryPlan, Mode, plan_for
+from xinfer.gpu_model.memory import MemoryPlan, plan_for
+from xinfer.gpu_model.options import ModelOptions
 from xinfer.gpu_model.steps import LOAD, STEP, Steps
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.model.weights import ModelWeights
@@ -60,11 +61,8 @@ class Prediction:
 def predict(
     weights: ModelWeights,
     device: Device,
+    options: ModelOptions | None = None,
     *,
-    kv_dtype: KVType = "f16",
-    context: int | None = None,
-    mode: Mode = "auto",
-    vram_budget: int | None = None,
     quarantine: Iterable[str] = (),
     progress: Stages | None = None,
 ) -> Prediction:
@@ -75,9 +73,11 @@ def predict(
         WeightsError: the checkpoint cannot be read.
     """
     tell: Stages = progress or (lambda *_: None)
-    device.limit_memory(vram_budget)
+    options = options or ModelOptions()
+    context = options.context
+    device.limit_memory(options.vram_budget)
     try:
-        plan = plan_for(weights, device, kv_dtype=kv_dtype, context=context, mode=mode, vram_budget=vram_budget)
+        plan = plan_for(weights, device, options)
         with ExitStack() as held:
             probe = _Probe(weights, device, plan, quarantine, held)
             tell(1, N_STAGES)

@@ -27,12 +27,13 @@ from xinfer.gpu_model.forward import (
     cache_blocks,
     download_rows,
 )
+from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import rope_tables
-from xinfer.ops import KernelSet, Recorder, Rows, RowState
+from xinfer.ops import KernelSet, Recorder, Rows, RowState, WantedKernels
 
 RING = 64  # tokens that the device remembers
 # Rows that recordings are made for; a chunk is padded to the next of them.
@@ -66,6 +67,7 @@ class Steps:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        on_compile: Progress | None = None,
     ) -> None:
         self.device = device
         self.config = config
@@ -79,7 +81,7 @@ class Steps:
         self._tuning = Tuning()
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
-            self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine))
+            self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine, on_make=on_compile))
             held.callback(self._forget)
             self.pool = BlockPool(device, plan.shape, context=context)
             held.callback(self.pool.release)
@@ -376,6 +378,9 @@ class Steps:
     def _kept(self, key: tuple[str, int], record: Callable[[Recording], None]) -> Recording:
         self.network()  # may forget what was recorded
         if key not in self._recordings:
+            wanted = WantedKernels()
+            record(wanted)
+            self.kernels.make(wanted.variants.values())
             recording = self.device.create_recording(f"{key[0]} {key[1]}")
             try:
                 record(recording)
@@ -411,21 +416,17 @@ class Steps:
 
     def attention_bytes(self, max_keys: int) -> tuple[int, int]:
         """The scratch of attention in the most demanding of the recordings, and how much of it are counters."""
-        recording = self.device.create_recording("plan")  # nothing is recorded: plans are asked for
-        try:
-            on = Recorder(recording, self.kernels)
-            cache = cache_blocks(self.pool, self.config, 0)
-            heads = self.config.num_attention_heads
-            plans = [
-                ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
-                for n in planned_rows(self.max_rows)
-            ]
-            variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
-            plans.append(
-                ops.plan_attention(
-                    *(on, cache), n_heads=heads, n_rows=1, max_keys=max_keys, variant=variant, n_splits=n_splits
-                )
+        on = Recorder(WantedKernels(), self.kernels)  # nothing is recorded: plans are asked for
+        cache = cache_blocks(self.pool, self.config, 0)
+        heads = self.config.num_attention_heads
+        plans = [
+            ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
+            for n in planned_rows(self.max_rows)
+        ]
+        variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
+        plans.append(
+            ops.plan_attention(
+                *(on, cache), n_heads=heads, n_rows=1, max_keys=max_keys, variant=variant, n_splits=n_splits
             )
-        finally:
-            recording.release()
+        )
         return max(4, *(plan.scratch_bytes for plan in plans)), max(plan.counter_bytes for plan in plans)

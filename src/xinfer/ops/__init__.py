@@ -6,7 +6,7 @@ not run: what they are given must live until the recording has run. An op that r
 """
 
 from xinfer.ops._argmax import argmax, argmax_scratch_bytes
-from xinfer.ops._attention import AttentionPlan, attention, plan_attention, turn_attention
+from xinfer.ops._attention import AttentionPlan, attention, attention_candidates, plan_attention, turn_attention
 from xinfer.ops._base import (
     BAD_TOKEN,
     FLAG_NOT_FINITE,
@@ -20,17 +20,20 @@ from xinfer.ops._base import (
     Recorder,
     Rows,
     RowState,
+    WantedKernels,
     row_stride,
 )
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
-from xinfer.ops._linear import can_fuse, gate_up, linear, norm_linear
+from xinfer.ops._linear import can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
 from xinfer.ops._packed import (
     PackedRows,
     can_pack,
     can_pack_fused,
+    gate_up_packed,
     linear_packed,
     pack_rows,
     packed_bytes,
+    packed_candidates,
     parts_bytes,
     sum_parts,
 )
@@ -58,10 +61,12 @@ __all__ = [
     "RowState",
     "Rows",
     "SampleParams",
+    "WantedKernels",
     "add",
     "argmax",
     "argmax_scratch_bytes",
     "attention",
+    "attention_candidates",
     "can_fuse",
     "can_pack",
     "can_pack_fused",
@@ -69,12 +74,16 @@ __all__ = [
     "can_sample",
     "embed",
     "gate_up",
+    "gate_up_packed",
+    "gemm_candidates",
+    "gemv_candidates",
     "kv_append",
     "linear",
     "linear_packed",
     "norm_linear",
     "pack_rows",
     "packed_bytes",
+    "packed_candidates",
     "parts_bytes",
     "plan_attention",
     "rms_norm",

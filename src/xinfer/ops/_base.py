@@ -6,7 +6,7 @@ import dataclasses
 import math
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -16,6 +16,7 @@ from xinfer.gpu.api import Bindable, Device, Groups, Kernel, Recording
 from xinfer.shaders.catalog import FORMAT_BYTES, LOAD_BYTES, STATE_WORDS, Variant, variants
 
 Format = Literal["f32", "f16", "bf16"]
+Made = Callable[[int, int], None]  # kernels made, and how many there are to be made
 
 MAX_GROUPS = 65_535  # workgroups in one dimension of a dispatch
 # lavapipe ends a lane's loops after 65,535 iterations in all, silently; each op's `*_trips` function stays below this.
@@ -164,11 +165,15 @@ class CacheBlocks:
 
 
 class KernelSet:
-    """The kernels of one device, made when first used; a variant in `quarantine` is never used."""
+    """The kernels of one device, made when first used; a variant in `quarantine` is never used.
 
-    def __init__(self, device: Device, *, quarantine: Iterable[str] = ()) -> None:
+    Drivers may take seconds for each: `on_make` is told how far `make` has come.
+    """
+
+    def __init__(self, device: Device, *, quarantine: Iterable[str] = (), on_make: Made | None = None) -> None:
         self.device = device
         self.quarantine = frozenset(quarantine)
+        self._on_make: Made = on_make or (lambda _done, _total: None)
         self._kernels: dict[str, Kernel] = {}
         self._lock = threading.Lock()
 
@@ -217,6 +222,16 @@ class KernelSet:
                 self._kernels[variant.id] = self.device.create_kernel(code)
             return self._kernels[variant.id]
 
+    def make(self, wanted: Iterable[Variant]) -> None:
+        """Make those of these that are not made yet."""
+        with self._lock:
+            missing = [variant for variant in wanted if variant.id not in self._kernels]
+        for done, variant in enumerate(missing):
+            self._on_make(done, len(missing))
+            self.kernel(variant)
+        if missing:
+            self._on_make(len(missing), len(missing))
+
     def _subgroup_size(self, variant: Variant) -> int | None:
         """The size that the kernel names; None where it may be any. Naming one asks for whole waves."""
         if variant.subgroup_size is None and variant.uses_waves:
@@ -235,6 +250,22 @@ class KernelSet:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+class WantedKernels:
+    """Stands in for a recording, to learn which kernels one would take: nothing is recorded, and none is made."""
+
+    label = "wanted kernels"
+    segments = ()
+
+    def __init__(self) -> None:
+        self.variants: dict[str, Variant] = {}  # by id, in the order in which they are first wanted
+
+    def _nothing(self, *_: object) -> None:
+        """What a recording does besides dispatches."""
+
+    segment = copy = fill = timestamp = _nothing
+    barrier = finish = release = dispatch = _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +292,9 @@ class Recorder:
             raise ValueError(f"{variant.id} binds {variant.buffers}, not {tuple(buffers)}")
         if not all(1 <= n <= MAX_GROUPS for n in groups):
             raise DeviceError(f"{label}: a grid of {groups} workgroups; each dimension may be 1 to {MAX_GROUPS}")
+        if isinstance(self.recording, WantedKernels):
+            self.recording.variants[variant.id] = variant
+            return
         kernel = self.kernels.kernel(variant)
         places = [buffers[name] for name in variant.buffers]
         self.recording.dispatch(kernel, places, variant.pack(constants), groups, label)

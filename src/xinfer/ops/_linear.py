@@ -103,9 +103,7 @@ def gate_up(
     `can_fuse` says so; else rms_norm, linear twice and swiglu.
     """
     _check(x, gate, out, None, label)
-    alike = [(part.first_row, part.n_rows) for part in gate.slices] == [(p.first_row, p.n_rows) for p in up.slices]
-    same = (gate.columns, gate.format, gate.row_stride) == (up.columns, up.format, up.row_stride)
-    expect(alike and same, f"{label}: gate and up must have one shape, format, stride and slicing")
+    expect_alike(gate, up, label)
     chosen = on.choose(gemv_candidates(gate, x, norm=norm is not None, swiglu=True), variant)
     for part, up_part in zip(gate.slices, up.slices, strict=True):
         constants = _constants(x, gate, part, out, bias=False, accumulate=False)
@@ -115,6 +113,13 @@ def gate_up(
         if norm:
             buffers["norm_weight"] = norm[0]
         on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+
+
+def expect_alike(gate: Matrix, up: Matrix, label: str) -> None:
+    """Two matrices that one kernel walks over together."""
+    alike = [(part.first_row, part.n_rows) for part in gate.slices] == [(p.first_row, p.n_rows) for p in up.slices]
+    same = (gate.columns, gate.format, gate.row_stride) == (up.columns, up.format, up.row_stride)
+    expect(alike and same, f"{label}: gate and up must have one shape, format, stride and slicing")
 
 
 def can_fuse(on: Recorder, x: Rows, w: Matrix, *, norm: bool = False, swiglu: bool = False) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xinfer.gpu.api import Bindable
-from xinfer.ops._base import Matrix, Recorder, Rows, ceil_div, expect, span
-from xinfer.ops._linear import FLAG_ACCUMULATE, FLAG_BIAS, GEMV_ROWS_MAX
-from xinfer.shaders.catalog import LOAD_BYTES, PACKED_COLUMNS, PACKED_ROWS, coop_id, variants
+from xinfer.ops._base import Matrix, MatrixSlice, Recorder, Rows, ceil_div, expect, span
+from xinfer.ops._linear import FLAG_ACCUMULATE, FLAG_BIAS, GEMV_ROWS_MAX, expect_alike
+from xinfer.shaders.catalog import LOAD_BYTES, PACKED_COLUMNS, PACKED_ROWS, Variant, coop_id, variants
 
 # On an H200, whose 132 multiprocessors hold two large tiles each (benchmarks/LOG.md):
 LARGE_TILE = 128
@@ -89,8 +89,8 @@ def pack_rows(
     expect(packed.place.size >= size, f"{label}: {size} bytes are needed")
     expect(up is None or (up.n, up.width, up.stride) == (x.n, x.width, x.stride), f"{label}: up is not as x")
     expect(norm is None or up is None, f"{label}: one op at a time")
-    form = "norm." if norm else "swiglu." if up else ""
-    chosen = on.choose([f"pack_rows.{form}wave", f"pack_rows.{form}plain"], variant)
+    forms = ["norm."] if norm else ["swiglu."] if up else ["fours.", ""] if _by_fours(x) else [""]
+    chosen = on.choose([f"pack_rows.{form}{name}" for form in forms for name in ("wave", "plain")], variant)
     constants = {
         "width": x.width,
         "x_rows": x.n,
@@ -110,11 +110,15 @@ def pack_rows(
 
 def can_pack_fused(on: Recorder, *rows: Rows) -> bool:
     """Whether pack_rows takes these together with the op before: they are read four numbers at a time."""
-    fit = all(x.width % 8 == 0 and x.offset % 4 == 0 and x.stride % 4 == 0 for x in rows)
-    return fit and all(
+    return all(_by_fours(x) for x in rows) and all(
         on.kernels.usable(f"pack_rows.{form}.wave") or on.kernels.usable(f"pack_rows.{form}.plain")
         for form in ("norm", "swiglu")
     )
+
+
+def _by_fours(x: Rows) -> bool:
+    """Whether rows can be read four numbers at a time, and written eight at a time."""
+    return x.width % 8 == 0 and x.offset % 4 == 0 and x.stride % 4 == 0
 
 
 def linear_packed(
@@ -135,10 +139,8 @@ def linear_packed(
     With exact rows errors are like float32's, else as f16 activations have them. Where a product makes few tiles its
     sums are shared among `n_parts` workgroups each, as far as `scratch` holds the parts: `parts_bytes`.
     """
-    expect(x.width == w.columns and out.width == w.rows and out.n == x.n, f"{label}: x, w and out do not fit")
     expect(bias is None or bias.size >= 4 * w.rows, f"{label}: the bias is shorter than {w.rows} floats")
-    chosen = on.choose(packed_candidates(w, x.n, exact=x.exact), variant)
-    expect(bool(chosen.define("SPLIT")) == x.exact, f"{label}: {chosen.id} does not fit the rows")
+    chosen = _chosen(on, x, w, out, label=label, variant=variant, swiglu=False)
     tile = chosen.define("TILE_M")
     if n_parts is None:
         n_parts = _parts_of(x.n, w.rows, w.columns, tile) if on.kernels.usable(SUM_PARTS) else 1
@@ -149,19 +151,7 @@ def linear_packed(
     target = Rows.dense(scratch, x.n, w.rows) if scratch is not None and divided else out
     flags = FLAG_BIAS * (bias is not None) + FLAG_ACCUMULATE * accumulate
     for part in w.slices:
-        constants = {
-            "rows": part.n_rows,
-            "row_loads": w.row_loads,
-            "x_rows": x.n,
-            "x_loads": x.row_loads,
-            "low_offset": x.low_offset,
-            "bias_offset": part.first_row,
-            "y_stride": target.stride,
-            "y_offset": target.offset + part.first_row,
-            "flags": 0 if divided else flags,
-            "part_loads": loads,
-            "part_stride": x.n * w.rows,
-        }
+        constants = _constants(x, w, part, target) | {"flags": 0 if divided else flags, "part_loads": loads}
         buffers = {
             "scales": x.scales,
             "halves": x.halves,
@@ -175,6 +165,45 @@ def linear_packed(
         on.recording.barrier()
         n_parts = ceil_div(x.row_loads, loads)
         sum_parts(on, target.place, n_parts, out, bias=bias, accumulate=accumulate, label=f"{label}.sum")
+
+
+def gate_up_packed(
+    on: Recorder, x: PackedRows, gate: Matrix, up: Matrix, out: Rows, *, label: str, variant: str | None = None
+) -> None:
+    """As `gate_up`, x packed, on matrix cores; where `can_pack` with `swiglu` says so. Gate and up are sliced alike."""
+    expect_alike(gate, up, label)
+    chosen = _chosen(on, x, gate, out, label=label, variant=variant, swiglu=True)
+    tile = chosen.define("TILE_M")
+    for part, up_part in zip(gate.slices, up.slices, strict=True):
+        constants = _constants(x, gate, part, out) | {"flags": 0, "part_loads": x.row_loads}
+        buffers = {"scales": x.scales, "halves": x.halves, "w": part.place, "w2": up_part.place, "y": out.place}
+        grid = (ceil_div(x.n, tile), ceil_div(2 * part.n_rows, tile), 1)  # half of a tile is up's
+        on.dispatch(chosen, buffers, constants, grid, label)
+
+
+def _chosen(
+    on: Recorder, x: PackedRows, w: Matrix, out: Rows, *, label: str, variant: str | None, swiglu: bool
+) -> Variant:
+    expect(x.width == w.columns and out.width == w.rows and out.n == x.n, f"{label}: x, w and out do not fit")
+    chosen = on.choose(packed_candidates(w, x.n, exact=x.exact, swiglu=swiglu), variant)
+    fits = (bool(chosen.define("SPLIT")), bool(chosen.define("SWIGLU"))) == (x.exact, swiglu)
+    expect(fits, f"{label}: {chosen.id} does not fit the rows")
+    return chosen
+
+
+def _constants(x: PackedRows, w: Matrix, part: MatrixSlice, out: Rows) -> dict[str, int | float]:
+    """What every product of packed rows is told."""
+    return {
+        "rows": part.n_rows,
+        "row_loads": w.row_loads,
+        "x_rows": x.n,
+        "x_loads": x.row_loads,
+        "low_offset": x.low_offset,
+        "bias_offset": part.first_row,
+        "y_stride": out.stride,
+        "y_offset": out.offset + part.first_row,
+        "part_stride": x.n * w.rows,
+    }
 
 
 def sum_parts(
@@ -218,18 +247,20 @@ def _parts_of(n: int, rows: int, columns: int, tile: int) -> int:
     return min(MOST_PARTS, wanted)
 
 
-def can_pack(on: Recorder, w: Matrix, n_rows: int, *, exact: bool = True) -> bool:
-    """Whether linear_packed takes the matrix, and pays for so many rows."""
-    return n_rows > GEMV_ROWS_MAX and any(on.kernels.usable(name) for name in packed_candidates(w, n_rows, exact=exact))
+def can_pack(on: Recorder, w: Matrix, n_rows: int, *, exact: bool = True, swiglu: bool = False) -> bool:
+    """Whether linear_packed (or gate_up_packed) takes the matrix, and pays for so many rows."""
+    names = packed_candidates(w, n_rows, exact=exact, swiglu=swiglu)
+    return n_rows > GEMV_ROWS_MAX and any(on.kernels.usable(name) for name in names)
 
 
-def packed_candidates(w: Matrix, n_rows: int, *, exact: bool) -> list[str]:
-    """Variants that fit, best first."""
+def packed_candidates(w: Matrix, n_rows: int, *, exact: bool, swiglu: bool = False) -> list[str]:
+    """Variants that fit, best first; `swiglu`: for w and another of its shape."""
     if w.format == "f32":
         return []
-    large = ceil_div(n_rows, LARGE_TILE) * ceil_div(w.rows, LARGE_TILE) >= BUSY_TILES or w.columns >= LONG_ROWS
+    tiles_across = ceil_div((1 + swiglu) * w.rows, LARGE_TILE)
+    large = ceil_div(n_rows, LARGE_TILE) * tiles_across >= BUSY_TILES or w.columns >= LONG_ROWS
     tiles = (LARGE_TILE, 64) if large else (64, LARGE_TILE)
-    return [coop_id(w.format, tile, split=exact) for tile in tiles]
+    return [coop_id(w.format, tile, split=exact, swiglu=swiglu) for tile in tiles]
 
 
 def pack_trips(variant_id: str, *, width: int) -> int:

@@ -324,22 +324,24 @@ COOP_CONSTANTS = (
 COOP_TILES = {(64, 0): (8, 2, 2), (128, 0): (8, 2, 2), (64, 1): (4, 2, 2), (128, 1): (4, 2, 2)}
 
 
-def coop_id(weight_format: str, tile: int, *, split: bool) -> str:
-    """The id of a matrix-core GEMM; split: the accurate form."""
-    return f"linear_gemm.{weight_format}.coop{tile}.{'split' if split else 'half'}"
+def coop_id(weight_format: str, tile: int, *, split: bool, swiglu: bool = False) -> str:
+    """The id of a matrix-core GEMM; split: the accurate form; swiglu: of two matrices, the one gated by the other."""
+    return f"linear_gemm.{weight_format}.coop{tile}.{'split' if split else 'half'}{'.swiglu' if swiglu else ''}"
 
 
 def _linear_coop() -> Iterator[Variant]:
-    for name, ((tile, split), (loads, waves_m, waves_n)) in itertools.product(("f16", "bf16"), COOP_TILES.items()):
+    forms = itertools.product(("f16", "bf16"), COOP_TILES.items(), (0, 1))
+    for name, ((tile, split), (loads, waves_m, waves_n)), swiglu in forms:
         waves = waves_m * waves_n
         staged = ((1 + split) * tile + tile) * (loads + 1)
         results = waves * 16 * (tile // waves_n // 4 + 1)
         yield Variant(
-            id=coop_id(name, tile, split=bool(split)),
+            id=coop_id(name, tile, split=bool(split), swiglu=bool(swiglu)),
             op="linear_gemm",
             source="linear_gemm_coop.slang",
             defines=(
                 *(("FORMAT", FORMATS[name]), ("WAVE", 1), ("EMULATE", 0), ("SPLIT", split)),
+                ("SWIGLU", swiglu),
                 *(
                     ("TILE_M", tile),
                     ("TILE_N", tile),
@@ -348,7 +350,7 @@ def _linear_coop() -> Iterator[Variant]:
                     ("WAVES_N", waves_n),
                 ),
             ),
-            buffers=("scales", "halves", "w", "bias", "y"),
+            buffers=("scales", "halves", "w", "w2" if swiglu else "bias", "y"),
             constants=COOP_CONSTANTS,
             workgroup=(32 * waves, 1, 1),
             shared_bytes=16 * max(staged, results),
@@ -373,14 +375,14 @@ def _sum_parts() -> Iterator[Variant]:
 
 def _pack_rows() -> Iterator[Variant]:
     for (source, form), (name, wave) in itertools.product(
-        enumerate(("", "norm.", "swiglu.")), (("plain", 0), ("wave", 1))
+        enumerate(("", "norm.", "swiglu.", "fours.")), (("plain", 0), ("wave", 1))
     ):
         yield Variant(
             id=f"pack_rows.{form}{name}",
             op="pack_rows",
             source="pack_rows.hlsl",
             defines=(("GROUP", 128), ("WAVE", wave), ("SOURCE", source)),
-            buffers=("x", *(("other",) if source else ()), "scales", "halves"),
+            buffers=("x", *(("other",) if form in ("norm.", "swiglu.") else ()), "scales", "halves"),
             constants=("width", "x_rows", "x_stride", "x_offset", "up_offset", "row_loads", "low_offset", "eps"),
             workgroup=(128, 1, 1),
             shared_bytes=4 * 128,

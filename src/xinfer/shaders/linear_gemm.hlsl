@@ -3,9 +3,8 @@
 // A workgroup makes a tile of TILE_M rows of x by TILE_N rows of w, walking over the columns TILE_K at a time through
 // groupshared memory; a lane holds LANE_M x LANE_N of the results. Edges are guarded, so every shape is allowed.
 #include "common.hlsli"
+#include "linear.hlsli"
 
-#define FLAG_BIAS 1u
-#define FLAG_ACCUMULATE 2u
 #define LANES_M (TILE_M / LANE_M)
 #define LANES_N (TILE_N / LANE_N)
 #if GROUP != LANES_M * LANES_N

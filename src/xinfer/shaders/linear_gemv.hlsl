@@ -8,9 +8,8 @@
 //   NORM     x, a single row, is normalized: y = rms_norm(x, norm_weight) @ w^T; the row's scale is a factor of the sum
 //   SWIGLU   two matrices: y = silu(x @ w^T) * (x @ w2^T), without bias
 #include "common.hlsli"
+#include "linear.hlsli"
 
-#define FLAG_BIAS 1u
-#define FLAG_ACCUMULATE 2u
 #define SETS (GROUP / SET_LANES)
 #define ROWS_PER_GROUP (SETS * ROWS_PER_SET)
 #if SWIGLU

@@ -3,7 +3,7 @@
 // workgroup a row; rows past x_rows, and columns past the width, become 0.
 //
 // What is packed: x (ROWS), x / sqrt(mean(x^2) + eps) * weight (NORM), or silu(x) * up (SWIGLU), which read four numbers at a
-// time.
+// time, as FOURS does: x, where it lies so.
 #define GROUP_REDUCTIONS
 #include "common.hlsli"
 #include "halves.hlsli"
@@ -11,6 +11,7 @@
 #define ROWS 0
 #define NORM 1
 #define SWIGLU 2
+#define FOURS 3
 
 struct Constants {
     uint width;
@@ -25,26 +26,27 @@ struct Constants {
 
 #if SOURCE == ROWS
 READS(float, x, 0);
-WRITES(float, scales, 1);  // (rows)
-WRITES(uint4, halves, 2);  // (rows, row_loads), the high halves, then the low ones
 #else
 READS(float4, x, 0);
+#endif
+#if SOURCE == NORM || SOURCE == SWIGLU
 READS(float4, other, 1);  // the norm's weight, or up
 WRITES(float, scales, 2);
 WRITES(uint4, halves, 3);
+#else
+WRITES(float, scales, 1);  // (rows)
+WRITES(uint4, halves, 2);  // (rows, row_loads), the high halves, then the low ones
 #endif
 CONSTANTS(Constants, constants);
 
 #if SOURCE != ROWS
 // The width is a multiple of 8, and offsets and strides are of 4.
 float4 four_of_x(uint row, uint column) { return x[(constants.x_offset + row * constants.x_stride + column) / 4]; }
-float4 four_of_other(uint row, uint column) {
 #if SOURCE == NORM
-    return other[column / 4];
-#else
-    return other[(constants.up_offset + row * constants.x_stride + column) / 4];
+float4 four_of_other(uint row, uint column) { return other[column / 4]; }
+#elif SOURCE == SWIGLU
+float4 four_of_other(uint row, uint column) { return other[(constants.up_offset + row * constants.x_stride + column) / 4]; }
 #endif
-}
 #else
 float one_of_x(uint row, uint column) {
     return column < constants.width ? x[constants.x_offset + row * constants.x_stride + min(column, constants.width - 1u)] : 0.0;

@@ -1,8 +1,6 @@
 // y[t, r] = the sum of n_parts parts (+ bias[r]) (+ y[t, r]): a product whose sum over k was shared among workgroups.
 #include "common.hlsli"
-
-#define FLAG_BIAS 1u
-#define FLAG_ACCUMULATE 2u
+#include "linear.hlsli"
 
 struct Constants {
     uint width;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer import ops
-from xinfer.ops import PackedRows, Recorder, Rows
+from xinfer.ops import Matrix, PackedRows, Recorder, Rows
 from xinfer.shaders.catalog import FORMATS, LOAD_BYTES, Variant, variants
 from xinfer.trials import expected
 from xinfer.trials.base import Check
@@ -62,8 +63,7 @@ class LinearTrial:
         if variant.op == "linear_gemv":
             whole = self.x.shape[1] % (LOAD_BYTES // DTYPES[self.format].itemsize) == 0
             return len(self.x) <= defines["T_MAX"] and (whole or not defines["VECTOR_X"])
-        # Without SPLIT a matrix-core product has f16's precision by design, and the network does not use it.
-        return variant.op == "linear_gemm" and not any(fused)
+        return variant.op == "linear_gemm"
 
     def run(self, bench: Bench, variant: str) -> list[Check]:
         """Against the reference's functions on the same weights."""
@@ -72,8 +72,7 @@ class LinearTrial:
         out = bench.out(len(self.x), self.n_rows, fill=self.before)
         if "halves" in chosen.buffers:
             return self._run_packed(bench, chosen, bias, out.rows(), out.read)
-        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format, rows=self.rows)
-        up = None if self.up is None else bench.put_matrix(self.up, self.format, rows=self.rows)
+        x, w, up = bench.put_rows(self.x), *self._matrices(bench)
         norm = None if self.norm is None else (bench.put(self.norm[0]), self.norm[1])
         named: dict[str, Any] = {"label": "trial", "variant": variant}
 
@@ -87,6 +86,10 @@ class LinearTrial:
 
         bench.run(record)
         return [Check(variant, "product", out.read(), self.expected())]
+
+    def _matrices(self, bench: Bench) -> tuple[Matrix, Matrix | None]:
+        up = None if self.up is None else bench.put_matrix(self.up, self.format, rows=self.rows)
+        return bench.put_matrix(self.w, self.format, rows=self.rows), up
 
     def expected(self) -> Expected:
         """What the reference makes of it."""
@@ -104,7 +107,7 @@ class LinearTrial:
         """On matrix cores: the product is judged by what was packed, as pack_rows has a trial of its own."""
         n, width = self.x.shape
         exact = bool(variant.define("SPLIT"))
-        x, w = bench.put_rows(self.x), bench.put_matrix(self.w, self.format, rows=self.rows)
+        x, w, up = bench.put_rows(self.x), *self._matrices(bench)
         place = bench.out(ops.packed_bytes(n, width, exact=exact) // 4)
         packed = PackedRows(place.place, n, width, exact)
 
@@ -112,12 +115,14 @@ class LinearTrial:
             ops.pack_rows(on, x, packed, label="pack")
             on.recording.barrier()
             options: dict[str, Any] = {"label": "trial", "variant": variant.id}
-            ops.linear_packed(on, packed, w, out, bias=bias, accumulate=self.before is not None, **options)
+            if up is not None:
+                ops.gate_up_packed(on, packed, w, up, out, **options)
+            else:
+                ops.linear_packed(on, packed, w, out, bias=bias, accumulate=self.before is not None, **options)
 
         bench.run(record)
-        given = unpack(place.read(), packed)
-        wanted = expected.linear(given, self._weights(self.w), bias=self.bias, before=self.before)
-        return [Check(variant.id, "product", read(), wanted)]
+        given = dataclasses.replace(self, x=unpack(place.read(), packed))
+        return [Check(variant.id, "product", read(), given.expected())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +145,8 @@ class PackTrial:
 
     def fits(self, variant: Variant) -> bool:
         """Those that pack just this."""
-        source = 1 if self.norm else 0 if self.up is None else 2
-        return variant.op == "pack_rows" and variant.define("SOURCE") == source
+        sources = (1,) if self.norm else (2,) if self.up is not None else (0, 3) if self.x.shape[1] % 8 == 0 else (0,)
+        return variant.op == "pack_rows" and variant.define("SOURCE") in sources
 
     def run(self, bench: Bench, variant: str) -> list[Check]:
         """The halves' sum must be what is to be packed, to 22 or 11 bits of a row's largest value; padding is 0."""

@@ -12,25 +12,20 @@ from contextlib import contextmanager
 
 from xinfer.gpu_model.forward import Network, Pass, Workspace
 from xinfer.gpu_model.steps import ROW_BUCKETS, Steps
-from xinfer.trials.bench import WatchedRecorder
+from xinfer.ops import WantedKernels
 from xinfer.verify.findings import Case
 
 
 def recorded_variants(steps: Steps, network: Network, space: Workspace, n: int) -> frozenset[str]:
     """The kernels of every layer in a recording of n rows, which is not run."""
-    used: list[str] = []
-    recording = steps.device.create_recording("asked for its kernels")
-    try:
-        asked = Pass(network, space, n, recording)
-        asked.on = WatchedRecorder(recording, network.kernels, used)
-        asked.embed()
-        for i in range(network.config.num_hidden_layers):
-            asked.layer(i)
-        if space is steps.one:
-            asked.head(steps.logits)
-    finally:
-        recording.release()
-    return frozenset(used)
+    wanted = WantedKernels()
+    asked = Pass(network, space, n, wanted)
+    asked.embed()
+    for i in range(network.config.num_hidden_layers):
+        asked.layer(i)
+    if space is steps.one:
+        asked.head(steps.logits)
+    return frozenset(wanted.variants)
 
 
 def prompts_for_every_kernel(steps: Steps, cases: Iterable[Case], longest: int) -> tuple[list[Case], list[str]]:

@@ -63,6 +63,11 @@ def network_order(finding: Finding) -> tuple[int, int]:
     return finding.layer, LAYER_OPS.index(finding.op)
 
 
+def first_not_finite(findings: Sequence[Finding]) -> Finding | None:
+    """The first phase of which the reference, too, makes NaN or infinity; None where there is none."""
+    return min((f for f in findings if f.judgement.n_skipped), key=network_order, default=None)
+
+
 def diagnose(findings: Sequence[Finding], device: Device, kernels: KernelSet) -> list[Diagnosis]:
     """Look into the first divergence of each kind, a kind being an op and the variants that made it."""
     groups: dict[tuple[str, tuple[str, ...]], list[Finding]] = {}

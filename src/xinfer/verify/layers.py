@@ -278,15 +278,20 @@ class LayerJudge:
         gate_w, up_w, x = self._w.gate, self._w.up, self._x[: self._at.n]
         gate, up = self._gate[:n], self._up[:n]
         mixed = self.run.read(self.run.gate)
+        normed = "post_ln" in self._seen
         if "gate_up" in self._seen:
             wanted = expected.swiglu(gate, up)
+        elif normed:  # on packed rows
+            wanted = expected.gate_up(self._given(), gate_w.weights, up_w.weights)
         else:
             wanted = expected.gate_up(x, gate_w.weights, up_w.weights, norm=(norm, eps))
-        fused = "gate_up" not in self._seen
+        fused, given = "gate_up" not in self._seen, self._operand[:n]
 
         def trials() -> list[Trial]:
             if not fused:
                 return [SwigluTrial(gate=gate, up=up)]
+            if normed:
+                return [LinearTrial(x=given, w=gate_w.values, format=gate_w.format, up=up_w.values)]
             h = expected.rms_norm(x, norm, eps=eps).values
             products = [expected.linear(h, w.weights).values for w in (gate_w, up_w)]
             return [
@@ -297,7 +302,7 @@ class LayerJudge:
             ]
 
         self._say(kind, used, [("gated", mixed[:n], wanted)], trials)
-        self._operand = mixed
+        self._operand, self._packed = mixed, None
 
     @property
     def _eps(self) -> float:

@@ -89,6 +89,15 @@ class Oracle:
             down=matrix("down_w"),
         )
 
+    def not_finite(self, layer: int | None) -> list[str]:
+        """Names of the tensors that hold NaN or infinity: a layer's, or those before and behind the layers."""
+        if layer is not None:
+            names = [layer_tensor_name(layer, field) for field in LAYER_FIELDS]
+            return [name for name in names if not np.isfinite(self._weights.read(name)).all()]
+        tables = dict.fromkeys((self._embed_name, self._head_name))
+        found = [name for name in tables if not all(np.isfinite(rows).all() for _, rows in self._blocks(name))]
+        return found + [global_tensor_name("norm")] * (not np.isfinite(self.norm).all())
+
     def embed_rows(self, tokens: NDArray[np.integer]) -> Array:
         """The embeddings of tokens, (T, hidden)."""
         distinct, places = np.unique(tokens, return_inverse=True)
@@ -97,14 +106,17 @@ class Oracle:
 
     def head_blocks(self) -> Iterator[tuple[int, Array]]:
         """(first row, rows (n, hidden)) of the LM head, front to back."""
-        vocab, hidden = self.config.vocab_size, self.config.hidden_size
-        step = max(1, HEAD_BYTES // (4 * hidden))
-        for first in range(0, vocab, step):
-            yield first, self.head_rows(first, min(first + step, vocab))
+        return self._blocks(self._head_name)
 
     def head_rows(self, first: int, stop: int) -> Array:
         """Some rows of the LM head."""
         return self._rows(self._head_name, first, stop)
+
+    def _blocks(self, name: str) -> Iterator[tuple[int, Array]]:
+        vocab, hidden = self.config.vocab_size, self.config.hidden_size
+        step = max(1, HEAD_BYTES // (4 * hidden))
+        for first in range(0, vocab, step):
+            yield first, self._rows(name, first, min(first + step, vocab))
 
     def _read(self, name: str) -> Array:
         return self._rounded(self._weights.read(name), name)

@@ -6,7 +6,7 @@ import math
 from html import escape
 from typing import Any
 
-from xinfer.verify.report import place
+from xinfer.verify.report import TOLERANCE, not_finite, place
 
 CELL_W, CELL_H, LEFT, TOP = 62, 15, 66, 20
 FLOOR = 1e-4  # errors below this share of the tolerance look alike
@@ -30,7 +30,7 @@ details { margin: .4rem 0; } summary { cursor: pointer; } .scroll { overflow-x: 
 
 
 _EXPLANATION = (
-    '<p class="soft">Each cell is the largest error in units of its tolerance, over all cases; above 1 is wrong. '
+    f'<p class="soft">Each cell is the largest error in units of its tolerance, over all cases. {TOLERANCE} '
     "A fused op stands for those left of it that were not run. Point at a cell for its number.</p>"
 )
 
@@ -92,6 +92,8 @@ def _verdict(report: dict[str, Any]) -> str:
     elif first is not None:
         names = " and ".join(first["variants"])
         text = f"Diverged, first at {place(first)} by {names} ({first['case']}): {first['detail']}."
+    elif report["not_finite"]:
+        text = f"{not_finite(report)}. What could be judged is right."
     else:
         text = f"Diverged: the recording of {wrong[0]['case']} differs from its ops at {wrong[0]['what']}."
     return f'<p class="verdict {"right" if report["right"] else "wrong"}">{escape(text)}</p>'

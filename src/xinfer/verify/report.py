@@ -10,10 +10,14 @@ from typing import Any
 from xinfer._version import __version__
 from xinfer.gpu.api import DeviceInfo
 from xinfer.model.config import Qwen2Config
-from xinfer.verify.culprit import Diagnosis, network_order
+from xinfer.verify.culprit import Diagnosis, first_not_finite, network_order
 from xinfer.verify.findings import END_OPS, LAYER_OPS, Case, Finding
 from xinfer.verify.recorded import Difference
 
+TOLERANCE = (
+    "A tolerance is how far rounding may take a right kernel from the reference at that number, by its type and the "
+    "length of its sum: an error of 1 is all of it, as where a single rounding decides, and above 1 an op is wrong."
+)
 SHOWN_VARIANTS = 12
 SHOWN_MESSAGES = 10
 
@@ -34,6 +38,7 @@ class Verified:
     findings: Sequence[Finding]
     differences: Sequence[Difference]
     diagnoses: Sequence[Diagnosis]
+    damaged: Sequence[str] = ()  # tensors that hold NaN or infinity, where the first op that makes such takes them
     seconds: float
 
 
@@ -41,7 +46,8 @@ def as_dict(verified: Verified) -> dict[str, Any]:
     """The report for machines; no path, user or host is in it."""
     config, info = verified.config, verified.info
     wrong = [finding for finding in verified.findings if not finding.judgement.right]
-    right = not wrong and not any(difference.wrong for difference in verified.differences)
+    broken = first_not_finite(verified.findings)
+    right = not wrong and not any(difference.wrong for difference in verified.differences) and broken is None
     return {
         "xinfer": __version__,
         "right": right,
@@ -68,6 +74,7 @@ def as_dict(verified: Verified) -> dict[str, Any]:
         "ops_judged": len(verified.findings),
         "numbers_judged": sum(finding.judgement.n for finding in verified.findings),
         "numbers_not_finite": sum(finding.judgement.n_skipped for finding in verified.findings),
+        "not_finite": None if broken is None else _not_finite(broken, verified.damaged),
         "first": _finding(min(wrong, key=network_order)) if wrong else None,
         "worst": _finding(max(verified.findings, key=lambda finding: finding.judgement.ratio)),
         "divergences": [_diagnosis(diagnosis) for diagnosis in verified.diagnoses],
@@ -93,6 +100,10 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "numbers": judgement.n,
         "detail": str(judgement),
     }
+
+
+def _not_finite(finding: Finding, tensors: Sequence[str]) -> dict[str, Any]:
+    return {"op": finding.op, "layer": finding.layer, "case": finding.case, "tensors": list(tensors)}
 
 
 def _diagnosis(diagnosis: Diagnosis) -> dict[str, Any]:
@@ -195,14 +206,12 @@ def _verdict_lines(report: dict[str, Any]) -> list[str]:
         lines.append(f"  {first['what']}: {first['detail']}")
     else:
         lines.append(
-            f"every op is right; the largest error is {worst['ratio']:.3g} of its tolerance ({place(worst)}, "
-            f"{worst['case']})"
+            f"every op {'that could be judged ' if report['not_finite'] else ''}is right; the largest error is "
+            f"{worst['ratio']:.3g} of its tolerance ({place(worst)}, {worst['case']})"
         )
-    if report["numbers_not_finite"]:
-        lines.append(
-            f"{report['numbers_not_finite']:,} numbers were NaN or infinity in the reference, too, and were not judged"
-            + ("" if first is not None else ": the weights may be damaged")
-        )
+    lines.append(TOLERANCE)
+    if report["not_finite"]:
+        lines.append(f"{not_finite(report)}; {report['numbers_not_finite']:,} numbers were not judged")
     if wrong:
         lines.append(
             f"DIVERGED: the recording of {wrong[0]['case']!r} does not give what its ops give one by one: "
@@ -214,6 +223,20 @@ def _verdict_lines(report: dict[str, Any]) -> list[str]:
     else:
         lines.append("recordings give what their ops give one by one, bit for bit")
     return lines
+
+
+def not_finite(report: dict[str, Any]) -> str:
+    """Where NaN or infinity comes up first, and who makes it, for people."""
+    entry = report["not_finite"]
+    where = f"{place(entry)}, {entry['case']}"
+    if entry["tensors"]:
+        return f"NOT FINITE, first at {where}: not by the device, but by the weights: {', '.join(entry['tensors'])}"
+    if report["first"] is not None:
+        return f"NOT FINITE from {where} on, in the reference, too, which is given what the device made"
+    return (
+        f"NOT FINITE, first at {where}: not by the device, as the reference makes NaN or infinity of the same weights, "
+        "which are finite themselves but too large"
+    )
 
 
 def place(entry: dict[str, Any]) -> str:

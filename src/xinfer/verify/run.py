@@ -13,7 +13,7 @@ from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
-from xinfer.verify.culprit import diagnose
+from xinfer.verify.culprit import diagnose, first_not_finite
 from xinfer.verify.oracle import Oracle
 from xinfer.verify.report import Verified, as_dict
 from xinfer.verify.session import Session
@@ -41,7 +41,7 @@ def verify(
         against: another device or API; the report then holds its report, and a verdict on the two.
         n_steps: decode steps behind a short and a long prompt.
         longest: tokens of the longest prompt; None: 513, or less on a software driver that would take minutes.
-        progress: called with "load" or "verify", what is done and what there is to do.
+        progress: called with "load", "compile" or "verify", what is done and what there is to do.
         warn: told what is wrong with the quarantine file.
 
     Raises:
@@ -74,10 +74,14 @@ def _verify_on(
 
     with opened as device, ModelWeights.open(folder) as weights:
         quarantine = Quarantine(warn=warn).variants_for(device.info)
-        with QwenModel.load(weights, device, quarantine=quarantine, progress=staged("load")) as model:
-            session = Session(model, Oracle(weights), n_steps=n_steps, longest=longest, progress=staged("verify"))
+        with QwenModel.load(
+            *(weights, device), quarantine=quarantine, progress=staged("load"), on_compile=staged("compile")
+        ) as model:
+            oracle = Oracle(weights)
+            session = Session(model, oracle, n_steps=n_steps, longest=longest, progress=staged("verify"))
             session.run()
             diagnoses = diagnose(session.findings, device, model.steps.kernels)
+            broken = first_not_finite(session.findings)
         return as_dict(
             Verified(
                 model=folder.resolve().name,
@@ -92,6 +96,7 @@ def _verify_on(
                 findings=session.findings,
                 differences=session.differences,
                 diagnoses=diagnoses,
+                damaged=[] if broken is None else oracle.not_finite(broken.layer),
                 seconds=time.perf_counter() - started,
             )
         )
@@ -117,6 +122,8 @@ def compare(one: dict[str, Any], other: dict[str, Any]) -> str:
     names = [f"{report['device']['selector']} ({report['device']['driver']})" for report in (one, other)]
     if one["right"] and other["right"]:
         return f"{names[0]} and {names[1]} are both right"
+    if all(report["not_finite"] and not report["divergences"] for report in (one, other)):
+        return f"{names[0]} and {names[1]} agree with the reference: the weights make NaN or infinity, not the devices"
     if one["right"] != other["right"]:
         bad, good = (names[1], names[0]) if one["right"] else (names[0], names[1])
         return f"{bad} diverges and {good} does not, with kernels from the same source: suspect the driver of {bad}"
