@@ -35,7 +35,7 @@ ALLOWED = {
     },
     "bench": {"_version", "gpu", "gpu_model", "kv_cache", "llm", "model", "ops"},
     "doctor": {"_version", "gpu", "model", "ops", "quarantine", "shaders", "trials"},
-    "verify": {"_version", "gpu", "gpu_model", "kv_cache", "model", "ops", "quarantine", "trials"},
+    "verify": {"_version", "choice", "gpu", "gpu_model", "kv_cache", "model", "ops", "quarantine", "trials"},
     "trials": {"gpu", "model", "ops", "sampling", "shaders"},
     "inspection": {"checkpoint", "gpu", "gpu_model", "model", "quarantine"},
     "llm": {
