@@ -1,6 +1,6 @@
 """How fast a checkpoint gets onto a device, beside what bus, memory and disk do in the same run.
 
-    python benchmarks/loading.py [--size 7b | --model FOLDER] [--device NAME] [--folder WHERE] [--json FILE]
+    python benchmarks/loading.py [--size 7b | --model FOLDER] [--device NAME] [--folder WHERE] [--probe] [--json FILE]
 
 Without --model a random f16 checkpoint of one of the shapes of Qwen2.5 is made, in seconds, and removed again. It is
 loaded from the page cache, and from the disk after the kernel was asked to forget it (a file system in memory cannot).
@@ -32,6 +32,7 @@ import numpy as np
 import safetensors.numpy
 
 import h200
+import load_probe
 import streaming
 from xinfer import gpu
 from xinfer.gpu.api import BufferKind, Device
@@ -292,9 +293,17 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where the checkpoint is made; the system's temporary folder")
     parser.add_argument("--cold", action=argparse.BooleanOptionalAction, default=True, help="measure the disk, too")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="host memory, libraries")
+    parser.add_argument("--probe", action="store_true", help="what limits a load, and nothing else: load_probe.py")
     parser.add_argument("--json", type=Path, help="write bytes a second by name")
     arguments = parser.parse_args()
     h200.SHAPES.update(streaming.LARGE)
+    if arguments.probe:
+        info = gpu.choose_device(arguments.device)
+        assert info is not None
+        assert info.api == "vulkan"
+        with checkpoint(arguments) as folder:
+            load_probe.probe(folder, info.index)
+        return 0
     device = gpu.open_device(arguments.device)
     assert device is not None
     with device, checkpoint(arguments) as folder:

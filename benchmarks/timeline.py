@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from ctypes import c_uint64
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +17,7 @@ from xinfer.gpu_model import QwenModel
 from xinfer.gpu_model.forward import Pass
 from xinfer.gpu_model.steps import LOAD, STEP
 
-MOST_COPIES = 512
+MOST_COPIES = 2048
 ROUNDS = 3  # steps in a row, of which the last is shown: the first ones start with empty slots
 
 WIDTH, LEFT, TOP, ROW, GAP = 1000, 90, 46, 34, 14
@@ -44,10 +45,12 @@ class _TimedPass(Pass):
 
 
 class CopyClock:
-    """Two timestamps around every copy into a slot, while it is entered."""
+    """Two timestamps around every copy into buffers whose label begins with `into`, while it is entered."""
 
-    def __init__(self, device: VulkanDevice) -> None:
+    def __init__(self, device: VulkanDevice, *, into: str = "slot") -> None:
         self.device = device
+        self._into = into
+        self._lock = threading.Lock()
         self.labels: list[str] = []  # of what was copied, in order
         core = device.core
         info = vk.VkQueryPoolCreateInfo(queryType=vk.VK_QUERY_TYPE_TIMESTAMP, queryCount=2 * MOST_COPIES)
@@ -65,15 +68,18 @@ class CopyClock:
         bottom = vk.VK_PIPELINE_STAGE_BOTTOM_OF_PIPE_BIT
 
         def copy(chunk: transfer.Chunk, source: BufferSlice, target: BufferSlice) -> None:
-            n = len(self.labels)
-            if n == MOST_COPIES or not target.buffer.label.startswith("slot"):
+            with self._lock:
+                n = len(self.labels)
+                timed = n < MOST_COPIES and target.buffer.label.startswith(self._into)
+                if timed:
+                    self.labels.append(source.buffer.label)
+            if not timed:
                 self._plain(chunk, source, target)
                 return
             native.vkCmdWriteTimestamp(chunk.commands[0], bottom, self._pool.value, 2 * n)
             self._plain(chunk, source, target)
             chunk.barrier()
             native.vkCmdWriteTimestamp(chunk.commands[0], bottom, self._pool.value, 2 * n + 1)
-            self.labels.append(source.buffer.label)
 
         transfer.Chunk.copy = copy  # type: ignore[method-assign, assignment]
         return self

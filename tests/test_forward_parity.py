@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from tests.conftest import CheckpointFactory
 from tests.gpu.conftest import BACKENDS, VALIDATION, missing, no_messages
 
 import build_shaders
-from xinfer import gpu, ops
+from xinfer import engine, gpu, ops
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import KVType, ModelOptions, QwenModel, memory, prompt
@@ -33,6 +34,7 @@ from xinfer.gpu_model.layout import Split, WeightsLayout
 from xinfer.model.reference import ReferenceCache, ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
+from xinfer.sampling import Sampler, SamplingParams
 
 Array = NDArray[np.float32]
 
@@ -335,6 +337,51 @@ def test_a_prompt_of_several_chunks_sends_each_layer_once(
                 assert its_passes == passes == [(8, 8)] * 3 + [(tail, rows)]
                 assert sent == times * a_pass
                 monkeypatch.setattr(prompt, "HELD", 1 << 28)
+
+
+def test_a_long_prompt_is_one_piece_where_layers_are_streamed(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine would cut it at 12 tokens. It is told of by layer, and Ctrl-C on the way leaves the session usable."""
+    monkeypatch.setattr(engine, "QUEUED_CHUNK", 12)
+    monkeypatch.setattr(model_module, "CHUNK_SECONDS", 1e6)
+    monkeypatch.setattr(memory, "MOST_ROWS_SMALL", 8)
+    monkeypatch.setattr(memory, "MOST_ROWS", 8)
+    spec, split = SyntheticSpec(num_hidden_layers=6, dtype="float16"), Split(streamed=(0, 1, 3, 4, 5), n_slots=2)
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        ids = np.random.default_rng(6).integers(0, weights.config.vocab_size, 33).tolist()
+        told: list[tuple[int, int]] = []
+        pressed = [False]
+
+        def progress(done: int, total: int) -> None:
+            if pressed[0]:
+                pressed[0] = False
+                raise KeyboardInterrupt
+            told.append((done, total))
+
+        def answer(model: QwenModel, session: Any) -> tuple[list[int], int]:
+            told.clear()
+            sent = model.bytes_sent
+            sampler = Sampler(SamplingParams(temperature=0), prompt_ids=ids, vocab_size=weights.config.vocab_size)
+            steps = session.generate(ids, sampler, max_tokens=1, on_prefill=progress)
+            return [step.sampled.token for step in steps], model.bytes_sent - sent
+
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32")) as model:
+            expected, _ = answer(model, engine.Engine(model, context=60).session())
+            assert [done for done, total in told if total == 32][-1] == 32
+        with QwenModel.load(weights, device, ModelOptions(kv_cache="f32"), split=split) as model:
+            session = engine.Engine(model, context=60).session()
+            pressed[0] = True
+            with pytest.raises(KeyboardInterrupt):
+                answer(model, session)
+            assert session.ids == ()
+            found, sent = answer(model, session)
+            assert found == expected
+            assert sent == 2 * model.plan.a_token  # for the prompt, and for the step behind it
+            shares = [done for done, _ in told]
+            assert shares == sorted(shares)
+            assert len([done for done in shares if done < 32]) >= 3
+            assert told[-1] == (32, 32)
 
 
 @pytest.mark.usefixtures("one_chunk")

@@ -24,7 +24,7 @@ from xinfer.sampling import Sampled, Sampler
 FinishReason = Literal["stop", "length", "context"]
 
 PREFILL_CHUNK = 512  # tokens a forward: bounds the activations, and lets Ctrl-C and the progress bar in between
-QUEUED_CHUNK = 4096  # likewise, of a model that cuts prompts by itself
+QUEUED_CHUNK = 4096  # likewise, of a model that cuts prompts by itself; more where it takes more at once
 
 
 class Cache(Protocol):
@@ -60,8 +60,13 @@ class Model(Protocol[C]):
 class QueuedModel(Protocol[C_contra]):
     """What a model may offer besides: prompts without logits, and tokens that it chooses in steps queued ahead."""
 
-    def extend(self, tokens: NDArray[np.int64], cache: C_contra) -> None:
-        """Append `tokens` (T,) to the cache."""
+    def tokens_at_once(self) -> int:
+        """Tokens of a prompt that take hardly longer together than a part of them: weights come once for all."""
+
+    def extend(
+        self, tokens: NDArray[np.int64], cache: C_contra, *, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Append `tokens` (T,) to the cache. `progress` is told how many of them are as good as done."""
 
     def can_choose(self, choice: Choice) -> bool:
         """Whether `choose` takes this choice."""
@@ -145,11 +150,17 @@ class Engine(Generic[C]):
         last: NDArray[np.float32] = logits[0]
         return last
 
-    def extend(self, tokens: Sequence[int], cache: C) -> None:
+    def tokens_at_once(self) -> int:
+        """How a prompt is cut for a `queued` model."""
+        assert self.queued is not None
+        with self._turn():
+            return max(QUEUED_CHUNK, self.queued.tokens_at_once())
+
+    def extend(self, tokens: Sequence[int], cache: C, progress: Callable[[int], None]) -> None:
         """Append `tokens` to the cache of a `queued` model."""
         assert self.queued is not None
         with self._turn():
-            self.queued.extend(np.asarray(tokens, dtype=np.int64), cache)
+            self.queued.extend(np.asarray(tokens, dtype=np.int64), cache, progress=progress)
 
     def can_choose(self, choice: Choice) -> bool:
         """Whether a `queued` model chooses so by itself."""
@@ -289,14 +300,19 @@ class Session(Generic[C]):
 
     def _extend(self, prompt_ids: Sequence[int], start: int, on_prefill: Callable[[int, int], None] | None) -> None:
         """Append the prompt from `start` on, but for its last token."""
-        last = len(prompt_ids) - 1
-        for begin in range(start, last, QUEUED_CHUNK):
-            chunk = prompt_ids[begin : min(begin + QUEUED_CHUNK, last)]
-            with self._repaired():
-                self._engine.extend(chunk, self._cache)
-            self._ids.extend(chunk)
+        last, begin = len(prompt_ids) - 1, start
+
+        def tell(done: int) -> None:
             if on_prefill is not None:
-                on_prefill(begin + len(chunk) - start, last - start)
+                on_prefill(begin + done - start, last - start)
+
+        while begin < last:
+            chunk = prompt_ids[begin : min(begin + self._engine.tokens_at_once(), last)]
+            with self._repaired():
+                self._engine.extend(chunk, self._cache, tell)
+            self._ids.extend(chunk)
+            tell(len(chunk))
+            begin += len(chunk)
 
     def _chosen(self, token: int, choice: Choice, limit: int) -> Iterator[Sampled]:
         answer = self._engine.choose(token, self._cache, choice, limit=limit)

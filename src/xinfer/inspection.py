@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from xinfer.gpu_model import ModelOptions, Stages, predict
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
+from xinfer.tuning_file import TuningFile
 
 PREFILL_ROWS = 512  # activation rows that a prefill works on at a time
 
@@ -61,10 +63,12 @@ def predict_model(
     with opened, ModelWeights.open(folder) as weights:
         check_context(context, weights.config)
         forbidden = [entry.variant for entry in Quarantine().entries_for(opened.info)]
-        found = predict(weights, opened, options, quarantine=forbidden, progress=progress)
+        tuning = partial(TuningFile().preferred, opened.info, exact=options.exact)
+        found = predict(weights, opened, options, quarantine=forbidden, tuning=tuning, progress=progress)
         plan = found.plan
         return {
             "device": f"{opened.info.api}:{opened.info.index} {opened.info.name}",
+            "tuned": found.tuned,
             "layers": plan.config.num_hidden_layers,
             "streamed_layers": len(plan.split.streamed),
             "bytes_a_token_over_the_bus": plan.a_token,
@@ -98,8 +102,10 @@ def render_prediction(report: dict[str, Any]) -> str:
     at_context = report["tokens_per_second_at_context"]
     rates = f"{report['tokens_per_second']:,.1f} tok/s"
     rates += f", {at_context:,.1f} at the end of the context" if at_context else ""
+    kernels = "as xinfer tune has chosen them" if report["tuned"] else "by rule; xinfer tune may find faster ones"
     rows = [
         ("layers", layers),
+        ("kernels", kernels),
         (
             "VRAM",
             (

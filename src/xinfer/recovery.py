@@ -155,9 +155,15 @@ class RecoveringModel(Generic[L]):
         """As `QwenModel.forward`."""
         return self._run("a step", lambda model: model.forward(tokens, cache.on(model), last_only=last_only), cache)
 
-    def extend(self, tokens: NDArray[np.int64], cache: SafeCache) -> None:
+    def tokens_at_once(self) -> int:
+        """As `QwenModel.tokens_at_once`."""
+        return self._run("reading the prompt", lambda model: model.tokens_at_once())
+
+    def extend(
+        self, tokens: NDArray[np.int64], cache: SafeCache, *, progress: Callable[[int], None] | None = None
+    ) -> None:
         """As `QwenModel.extend`."""
-        self._run("reading the prompt", lambda model: model.extend(tokens, cache.on(model)), cache)
+        self._run("reading the prompt", lambda model: model.extend(tokens, cache.on(model), progress=progress), cache)
 
     def can_choose(self, choice: Choice) -> bool:
         """As `QwenModel.can_choose`."""

@@ -22,7 +22,7 @@ import build_shaders
 from xinfer import gpu, ops
 from xinfer.errors import DeviceError
 from xinfer.gpu._d3d12.runtime import load_runtime
-from xinfer.gpu.api import Device
+from xinfer.gpu.api import Buffer, BufferKind, Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -95,6 +95,19 @@ def device(shared_device: Device) -> Iterator[Device]:
     no_messages(shared_device)
     yield shared_device
     no_messages(shared_device)
+
+
+@pytest.fixture
+def made_buffers(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, BufferKind, str]]:
+    """(bytes, kind, label) of each buffer that is made on the test's device."""
+    create, made = device.create_buffer, list[tuple[int, BufferKind, str]]()
+
+    def noted(size: int, kind: BufferKind = "device", label: str = "") -> Buffer:
+        made.append((size, kind, label))
+        return create(size, kind, label)
+
+    monkeypatch.setattr(device, "create_buffer", noted)
+    return made
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,6 +191,29 @@ def test_threads_fill_chunks_of_their_own(path_device: PathDevice, monkeypatch: 
     assert len(path_device._transfers._made) <= staging.FEW_CHUNKS
     for buffer, expected in zip(buffers, data, strict=True):
         assert path_device.download(buffer) == expected
+        buffer.release()
+
+
+def test_threads_record_at_the_same_time(path_device: PathDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them are within `copy` at once, or the barrier breaks; they take turns only to submit."""
+    size = staging.SMALL + 4
+    kind: Any = (vulkan_transfer if isinstance(path_device, VulkanDevice) else d3d12_transfer).Chunk
+    copy, both_here = kind.copy, threading.Barrier(2, timeout=30)
+
+    def wait_and_copy(chunk: Any, source: BufferSlice, target: BufferSlice) -> None:
+        both_here.wait()
+        copy(chunk, source, target)
+
+    sources = [path_device.create_buffer(size, "upload") for _ in range(2)]
+    targets = [path_device.create_buffer(size) for _ in range(2)]
+    data = [words(size // 4, seed=i).tobytes() for i in range(2)]
+    for source, part in zip(sources, data, strict=True):
+        source.write(part)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(kind, "copy", wait_and_copy)
+        list(threads.map(path_device.transfer, sources, targets))
+    assert [path_device.download(target) for target in targets] == data
+    for buffer in (*sources, *targets):
         buffer.release()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.conftest import CheckpointFactory
+from tests.gpu.small_models import plan_of
 
 import build_shaders
 from xinfer import gpu
@@ -16,13 +17,13 @@ from xinfer.cli.options import byte_count
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import BufferKind, Device
 from xinfer.gpu_model import Mode, ModelOptions, QwenModel, predict, prediction
-from xinfer.gpu_model.layout import RESIDENT, Split, WeightsLayout
-from xinfer.gpu_model.memory import MemoryPlan, cache_shape
+from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.inspection import predict_model, render_prediction
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
 
 SPEC = SyntheticSpec(num_hidden_layers=6, hidden_size=256, intermediate_size=1024, dtype="float16")
+Made = list[tuple[int, BufferKind, str]]
 UNTIED = dataclasses.replace(SPEC, tie_word_embeddings=False)
 
 
@@ -45,20 +46,12 @@ def device(device: Device) -> Iterator[Device]:
 
 @pytest.mark.parametrize(("spec", "mode"), [(SPEC, "auto"), (SPEC, "streaming"), (UNTIED, "streaming")])
 def test_memory_is_what_the_model_then_takes(
-    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, spec: SyntheticSpec, mode: Mode
+    device: Device, checkpoint: CheckpointFactory, made_buffers: Made, spec: SyntheticSpec, mode: Mode
 ) -> None:
-    create, made = device.create_buffer, []
-
-    def noted(size: int, kind: BufferKind = "device", label: str = "") -> object:
-        made.append((size, kind, label))
-        return create(size, kind, label)
-
     with ModelWeights.open(checkpoint(spec)) as weights:
         budget = None
         if mode == "streaming":
-            whole = MemoryPlan(
-                config=weights.config, layout=WeightsLayout(weights), shape=cache_shape(weights.config, "f16"), rows=64
-            )
+            whole = plan_of(weights)
             budget = whole.needed(512) - 2 * whole.layout.slot_bytes
         stages: list[tuple[int, int]] = []
         found = predict(
@@ -68,44 +61,35 @@ def test_memory_is_what_the_model_then_takes(
             progress=lambda *at: stages.append(at),
         )
         assert stages == [(n, prediction.N_STAGES) for n in range(1, prediction.N_STAGES + 1)]
-        monkeypatch.setattr(device, "create_buffer", noted)
+        made_buffers.clear()
         with QwenModel.load(weights, device, ModelOptions(mode=mode, context=512, vram_budget=budget)) as model:
             model.make_cache(512).reserve(512)
             assert model.plan.split == found.plan.split
         device.limit_memory(None)
     assert (mode == "streaming") == bool(found.plan.split.streamed)
-    weight_bytes = sum(n for n, kind, label in made if kind == "device" and label.startswith(("layer", "slot", "LM")))
-    weight_bytes += sum(n for n, kind, label in made if kind == "device" and label == "embedding")
+    weight_bytes = sum(
+        n for n, kind, label in made_buffers if kind == "device" and label.startswith(("layer", "slot", "LM"))
+    )
+    weight_bytes += sum(n for n, kind, label in made_buffers if kind == "device" and label == "embedding")
     assert weight_bytes == found.plan.weights
-    assert sum(n for n, kind, label in made if kind == "upload" and label.endswith(("host", "embedding"))) == (
+    assert sum(n for n, kind, label in made_buffers if kind == "upload" and label.endswith(("host", "embedding"))) == (
         found.plan.on_host
     )
-    taken = sum(n for n, kind, _ in made if kind == "device")  # a pool that grew has taken twice
+    taken = sum(n for n, kind, _ in made_buffers if kind == "device")  # a pool that grew has taken twice
     assert found.plan.weights + found.plan.shape.total_bytes(found.plan.shape.blocks_for(512)) <= taken <= found.vram
 
 
-def test_a_budget_for_one_slot_is_enough(
-    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_budget_for_one_slot_is_enough(device: Device, checkpoint: CheckpointFactory, made_buffers: Made) -> None:
     """What is timed takes no more layers than the model has memory for."""
-    create, layers = device.create_buffer, []
-
-    def noted(size: int, kind: BufferKind = "device", label: str = "") -> object:
-        if kind == "device" and label.startswith("layer"):
-            layers.append(label)
-        return create(size, kind, label)
-
-    monkeypatch.setattr(device, "create_buffer", noted)
     with ModelWeights.open(checkpoint(UNTIED)) as weights:
-        layout = WeightsLayout(weights)
-        plan = MemoryPlan(config=weights.config, layout=layout, shape=cache_shape(weights.config, "f16"), rows=64)
         streamed = Split(streamed=tuple(range(6)), n_slots=1, table_on_host=True)
-        least = dataclasses.replace(plan, split=streamed).needed(64)
+        least = plan_of(weights, split=streamed).needed(64)
         found = predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=least))
         assert found.plan.split.n_slots == 1
         assert len(found.plan.split.streamed) == 6
         assert found.tokens_per_second > 0
-        assert layers == ["layer 0"]
+        assert [label for _, kind, label in made_buffers if kind == "device" and "layer" in label][:1] == ["layer 0"]
+        assert "layer 1" not in {label for _, _, label in made_buffers}
         with pytest.raises(OutOfMemoryError, match="--vram-budget"):
             predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=least - 1))
 
@@ -161,11 +145,10 @@ def test_the_report_is_json_and_text(device: Device, checkpoint: CheckpointFacto
 def test_copies_hide_behind_steps_only_on_a_queue_of_their_own(device: Device, checkpoint: CheckpointFactory) -> None:
     """Worked by hand: 6 layers of 1 s each, and copies of 3 s a layer."""
     with ModelWeights.open(checkpoint(SPEC)) as weights:
-        layout = WeightsLayout(weights)
-        plan = MemoryPlan(config=weights.config, layout=layout, shape=cache_shape(weights.config, "f16"), rows=64)
+        plan = plan_of(weights)
     one = dataclasses.replace(device.info, features=device.info.features - {"transfer_queue"})
     two = dataclasses.replace(device.info, features=device.info.features | {"transfer_queue"})
-    bus = layout.slot_bytes / 3
+    bus = plan.layout.slot_bytes / 3
 
     def seconds(split: Split, info: object, load: float = 1.0) -> float:
         return prediction._layers(dataclasses.replace(plan, split=split), info, 1.0, bus, load)  # type: ignore[arg-type]

@@ -204,7 +204,10 @@ class FakeModel:
         self._call()
         cache.ids += lost.ids
 
-    def extend(self, tokens: list[int], cache: FakeCache) -> None:
+    def tokens_at_once(self) -> int:
+        return 1
+
+    def extend(self, tokens: list[int], cache: FakeCache, *, progress: Any = None) -> None:
         cache.ids += tokens
         self._call()
 

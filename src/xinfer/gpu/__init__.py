@@ -9,6 +9,9 @@ from types import ModuleType
 
 from xinfer.errors import DeviceError
 from xinfer.gpu import api, d3d12, vulkan
+from xinfer.gpu._disk import cache_folder
+
+__all__ = ["BACKENDS", "automatic", "best", "cache_folder", "choose_device", "diagnose", "list_devices", "open_device"]
 
 # By name, in the order in which "auto" and names of adapters look at them.
 BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan, "d3d12": d3d12}

@@ -183,10 +183,7 @@ class Staging(ABC, Generic[C]):
             with self._taken_chunk() as chunk:
                 with chunk.buffer.view(0, piece.size) as view:
                     fill(view)
-                with self._lock:
-                    chunk.begin()
-                    chunk.copy(chunk.buffer[: piece.size], piece)
-                    self._submit(chunk)
+                self._send(chunk, chunk.buffer[: piece.size], piece)
 
     def transfer(self, source: BufferSlice, target: BufferSlice) -> None:
         """Copy `source`, mapped memory that stays as it is, into `target`."""
@@ -194,10 +191,8 @@ class Staging(ABC, Generic[C]):
             _ensure_alive(part)
         check_transfer(source, target)
         self.kick()
-        with self._taken_chunk() as chunk, self._lock:
-            chunk.begin()
-            chunk.copy(source, target)
-            self._submit(chunk)
+        with self._taken_chunk() as chunk:
+            self._send(chunk, source, target)
 
     def kick(self) -> None:
         """Submit the small uploads gathered so far."""
@@ -207,6 +202,7 @@ class Staging(ABC, Generic[C]):
             chunk, self._open = self._open, None
             if chunk:
                 try:
+                    chunk.end()
                     self._submit(chunk)
                 finally:
                     self._give(chunk)
@@ -221,9 +217,16 @@ class Staging(ABC, Generic[C]):
             self._idle.clear()
             self._open = self._back = None
 
-    def _submit(self, chunk: C) -> None:
-        """Send a chunk's copies off, behind the submitted compute work that uses their targets."""
+    def _send(self, chunk: C, source: BufferSlice, target: BufferSlice) -> None:
+        """Let one copy go with a chunk's commands. Threads record at the same time and take turns only to submit."""
+        chunk.begin()
+        chunk.copy(source, target)
         chunk.end()
+        with self._lock:
+            self._submit(chunk)
+
+    def _submit(self, chunk: C) -> None:
+        """Send a chunk's commands off, behind the submitted compute work that uses the targets of their copies."""
         apart = self.queue is not self.compute
         last = max((self._last_use(target) for target in chunk.targets), default=0)
         waits = [(self.compute, last)] if apart and last > self.compute.completed() else []
@@ -316,7 +319,8 @@ class Staging(ABC, Generic[C]):
 
         A thread that asks for a chunk has none but those that it will give back; one that has ended has none at all.
         """
-        if len(self._idle) + (self._open is not None) >= len(self._made):
+        in_use = sum(chunk.in_use for chunk in self._made)
+        if len(self._idle) + (self._open is not None) + in_use >= len(self._made):
             return
         others = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         for chunk in self._made:

@@ -17,6 +17,7 @@ VULKAN_LIBRARIES = {
     "darwin": ("libvulkan.1.dylib", "libvulkan.dylib", "libMoltenVK.dylib", "/usr/local/lib/libvulkan.1.dylib"),
 }
 DEFAULT_LIBRARIES = ("libvulkan.so.1", "libvulkan.so")
+RECORDING = ("vkCmd", "vkBeginCommandBuffer", "vkEndCommandBuffer", "vkResetCommandBuffer")  # never wait
 OUT_OF_MEMORY = (vk.VK_ERROR_OUT_OF_HOST_MEMORY, vk.VK_ERROR_OUT_OF_DEVICE_MEMORY)
 
 
@@ -59,19 +60,22 @@ def load_vulkan() -> Commands:
     return Commands(lambda name: _prototype("vkGetInstanceProcAddr")(address)(None, name))
 
 
-def _prototype(command: str) -> Any:
+def _prototype(command: str, *, keep_lock: bool = False) -> Any:
     result, parameters, _ = vk.COMMANDS[command]
-    return vk.FUNCTYPE(result, *parameters)
+    return (ctypes.PYFUNCTYPE if keep_lock else vk.FUNCTYPE)(result, *parameters)
 
 
 class Commands:
     """Vulkan commands as attributes, resolved when first used: `commands.vkCreateBuffer(...)`.
 
-    Every call releases the interpreter lock while it runs.
+    Every call releases the interpreter lock while it runs. With `quick`, those that only record keep it: where many
+    threads load at a time, each has to wait for its turn after every call that lets the lock go. Not where validation
+    layers call back: they wait for the lock with locks of their own in hand.
     """
 
-    def __init__(self, resolve: Callable[[bytes], int | None]) -> None:
+    def __init__(self, resolve: Callable[[bytes], int | None], *, quick: bool = False) -> None:
         self._resolve = resolve
+        self._quick = quick
 
     def __getattr__(self, command: str) -> Any:
         if command not in vk.COMMANDS:
@@ -79,7 +83,7 @@ class Commands:
         address = self._address(command)
         if not address:
             raise DeviceError(f"the Vulkan driver lacks {command}; a newer driver may have it")
-        function = _prototype(command)(address)
+        function = _prototype(command, keep_lock=self._quick and command.startswith(RECORDING))(address)
         setattr(self, command, function)
         return function
 
@@ -87,10 +91,10 @@ class Commands:
         """Whether the driver has it."""
         return bool(self._address(command))
 
-    def level(self, get_address: str, handle: Any) -> Commands:
+    def level(self, get_address: str, handle: Any, *, quick: bool = False) -> Commands:
         """The commands of an instance or a device, as `get_address` resolves them for `handle`."""
         get = getattr(self, get_address)
-        return Commands(lambda name: get(handle, name))
+        return Commands(lambda name: get(handle, name), quick=quick)
 
     def _address(self, command: str) -> int | None:
         for name in (command, *vk.COMMANDS[command][2]):

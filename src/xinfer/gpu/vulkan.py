@@ -20,6 +20,7 @@ from xinfer.gpu._vk.features import Version
 from xinfer.gpu._vk.instance import NEWEST, Instance
 from xinfer.gpu._vk.kernel import Layouts, VulkanKernel
 from xinfer.gpu._vk.memory import Allocator, BufferOwner, VulkanBuffer, as_slice
+from xinfer.gpu._vk.pinned import Pinning
 from xinfer.gpu._vk.queue import FenceQueue, Queue, TimelineQueue
 from xinfer.gpu._vk.recording import VulkanRecording
 from xinfer.gpu._vk.transfer import Transfers
@@ -51,6 +52,7 @@ class VulkanOptions:
     without: frozenset[str] = frozenset()  # features to leave alone
     direct: bool | None = None  # write device memory in place; None: on integrated and software devices
     second_clock: bool = False  # uploads as if there were a transfer queue
+    imports: bool | None = None  # pages of this process for uploads; None: where that is faster, not where direct
 
 
 def list_devices() -> list[DeviceInfo]:
@@ -102,10 +104,11 @@ class VulkanDevice(NativeDevice, BufferOwner):
         self.families = [family.index for family in families]
         self._recent: deque[tuple[int, weakref.ref[VulkanRecording]]] = deque(maxlen=64)
         self._queue, self._transfer_queue = self._make_queues(compute, transfer, second_clock=options.second_clock)
-        direct = options.direct
-        self.allocator = Allocator(
-            self.core, direct=self.info.kind in ("integrated", "cpu") if direct is None else direct
-        )
+        direct, imports = options.direct, options.imports
+        if direct is None:
+            direct = self.info.kind in ("integrated", "cpu")
+        self.allocator = Allocator(self.core, direct=direct)
+        self.pinning = Pinning(self.core, wanted=False if direct and imports is None else imports)
         self._layouts = Layouts(self.core)
         self._cache = PipelineCache(self.core)
         self._transfers = Transfers(self, self._queue, self._transfer_queue)

@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]  # bytes read, bytes in all
 MOST_READERS = 16  # threads; what one of them reads, 2 to 4 GB/s, is far below what a bus moves
 FEWEST_READERS = 4  # also where there are fewer cores: disks want several requests at a time
 PIECE = 16 << 20  # bytes that a thread takes at a time
-READ = 4 << 20  # bytes of one read, and of one conversion: between them a thread hears that loading is given up
+READ = 8 << 20  # bytes of one read, and of one conversion: between them a thread hears that loading is given up
 SMALL = 256 << 10  # uploads up to here are put together by the device
 
 _DTYPES: dict[Format, np.dtype[Any]] = {

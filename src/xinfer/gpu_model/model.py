@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
@@ -16,16 +17,17 @@ from numpy.typing import ArrayLike
 from xinfer.choice import Choice
 from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model.answer import Answer
-from xinfer.gpu_model.forward import Array, Tap, Tuning
+from xinfer.gpu_model.answer import STEPS_AHEAD, Answer
+from xinfer.gpu_model.forward import Array, Tap
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan, plan_for
-from xinfer.gpu_model.options import ModelOptions
+from xinfer.gpu_model.options import Mode, ModelOptions
 from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
-from xinfer.gpu_model.watch import BudgetWatch, layers_to_move
+from xinfer.gpu_model.tuning import Tuning
+from xinfer.gpu_model.watch import BudgetWatch, layers_to_move, layers_to_return
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
@@ -55,8 +57,10 @@ class QwenModel:
         plan: MemoryPlan,
         *,
         context: int,
+        mode: Mode = "auto",
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
         self.config = config
@@ -68,6 +72,7 @@ class QwenModel:
             context=context,
             exact=exact,
             quarantine=quarantine,
+            tuning=tuning,
             on_compile=on_compile,
         )
         self._lock = threading.RLock()
@@ -75,6 +80,8 @@ class QwenModel:
         # has to wait for all of them: then a chunk is as large as it can be.
         self._chunk = plan.rows if plan.split.streamed else FIRST_CHUNK
         self._parts = 1 + len(plan.split.streamed)
+        self._mode = mode
+        self._moved: list[int] = []  # layers that memory was taken from since the beginning
         self._chunk_limit = plan.rows
         self._owner: Answer | None = None  # whose state lies on the device
         self._watch = BudgetWatch(device)
@@ -89,6 +96,7 @@ class QwenModel:
         *,
         split: Split | None = None,
         quarantine: Iterable[str] = (),
+        tuning: Callable[[MemoryPlan], Tuning] | None = None,
         progress: Progress | None = None,
         on_compile: Progress | None = None,
     ) -> Self:
@@ -102,6 +110,8 @@ class QwenModel:
             options: how it lies there and runs; None: `ModelOptions()`.
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
+            tuning: gives the variants that are preferred to those that ops would choose, for what has been planned;
+                those that cannot be used here are passed over, and it is not asked where `options` say so.
             progress: called with bytes read and bytes in all.
             on_compile: called with kernels made and kernels in all, each time that a recording takes new ones.
 
@@ -120,8 +130,10 @@ class QwenModel:
             return cls(
                 *(device, config, loaded, plan),
                 context=most,
+                mode=options.mode,
                 exact=options.exact,
                 quarantine=quarantine,
+                tuning=tuning(plan) if tuning is not None and options.tuning else None,
                 on_compile=on_compile,
             )
         except BaseException:
@@ -159,26 +171,37 @@ class QwenModel:
             if cache is None:
                 cache = self.make_cache(len(ids))
             start = cache.length
-            cache.reserve(start + len(ids))
+            self._reserve(cache, start + len(ids))
             try:
                 if tap is not None:
                     return self._tapped(ids, cache, last_only=last_only, tap=tap)
                 if not last_only:
                     return self._all_logits(ids, cache)
-                self._extend(ids[:-1], cache)
+                self._extend(ids[:-1], cache, lambda _: None)
                 return self._last_logits(ids[-1], cache)
             except BaseException:
                 cache.truncate(start)
                 raise
 
-    def extend(self, tokens: ArrayLike, cache: KVCache) -> None:
-        """Append tokens to the cache, without logits. Raises as `forward` does."""
+    def tokens_at_once(self) -> int:
+        """Tokens of a prompt that pass through each streamed layer together, which is sent once for all of them."""
+        with self._lock:
+            if self._steps.resident:
+                return 1
+            rows = min(self._chunk, self._steps.max_rows)
+            return rows * chunks_at_once(self._steps, rows)
+
+    def extend(self, tokens: ArrayLike, cache: KVCache, *, progress: Callable[[int], None] | None = None) -> None:
+        """Append tokens to the cache, without logits. Raises as `forward` does.
+
+        `progress` is told now and then how many tokens are done, or would be by the share of the layers that has run.
+        """
         ids = checked_ids(tokens, self.config.vocab_size).tolist()
         with self._lock:
             start = cache.length
-            cache.reserve(start + len(ids))
+            self._reserve(cache, start + len(ids))
             try:
-                self._extend(ids, cache)
+                self._extend(ids, cache, progress or (lambda _: None))
             except BaseException:
                 cache.truncate(start)
                 raise
@@ -191,7 +214,7 @@ class QwenModel:
         begin = 0
         with self._lock:
             for n, rows in lost.passes:
-                cache.reserve(cache.length + n)
+                self._reserve(cache, cache.length + n)
                 chunk = lost.ids[begin : begin + n]
                 self._run_chunk(chunk, cache, rows=rows)
                 cache.append(chunk, rows=rows)
@@ -226,6 +249,7 @@ class QwenModel:
             for n in range(answer.limit):
                 with self._lock:
                     self._keep_within_budget()
+                    self._reserve(cache, cache.length + min(STEPS_AHEAD, answer.limit - n))
                     chosen = answer.token(n)
                     if chosen == BAD_TOKEN:
                         self.trace([answer.fed(n)], cache)
@@ -266,7 +290,7 @@ class QwenModel:
             return step_seconds(self._steps, 0, patience=0.02)
 
     def tune(self, tuning: Tuning) -> None:
-        """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""
+        """Let recordings use these variants; `Tuning()` goes back to what the ops choose."""
         with self._lock:
             self._steps.tune(tuning)
 
@@ -329,25 +353,79 @@ class QwenModel:
         )
 
     def _keep_within_budget(self) -> None:
-        """Give up layers where the system takes memory back; between steps, every now and then."""
+        """Give up layers where the system takes memory back, and let them return; between steps, every now and then."""
         excess = self._watch.excess()
-        if not excess:
+        if excess:
+            self._watch.tell(*self._move_out(excess), excess)
+        elif self._moved:
+            sizes = [part.size for part in self.plan.layout.layers]
+            room = self._watch.room(min(sizes))
+            if room:
+                self._move_back(layers_to_return(self._weights.split, sizes, self._moved, room))
+
+    def _move_out(self, n_bytes: int) -> tuple[int, int]:
+        """Stream more layers, so that so many bytes become free where that can be: how many layers, and bytes freed."""
+        chosen = layers_to_move(self._weights.split, [part.size for part in self.plan.layout.layers], n_bytes)
+        if not chosen:
+            return 0, 0
+        self._pause()
+        try:
+            freed = self._weights.move_out(chosen)
+        except OutOfMemoryError:  # the host has none either
+            return 0, 0
+        self._moved += chosen
+        self._split_changed()
+        return len(chosen), freed
+
+    def _move_back(self, chosen: list[int]) -> None:
+        """Let these layers stay on the device again."""
+        if not chosen:
             return
+        self._pause()
+        try:
+            self._weights.move_back(chosen)
+        except OutOfMemoryError:  # others were quicker
+            return
+        self._moved = [i for i in self._moved if i not in chosen]
+        self._split_changed()
+        self._watch.tell_returned(len(chosen), len(self._weights.split.streamed))
+
+    def _pause(self) -> None:
+        """Nothing is in flight, and what was recorded is forgotten: layers are about to move."""
         if self._owner is not None and not self._owner.closed:
             self._owner.read_all()
-        chosen = layers_to_move(self._weights.split, [part.size for part in self.plan.layout.layers], excess)
-        freed = 0
-        if chosen:
-            self._steps.layers_moved()
-            try:
-                freed = self._weights.move_out(chosen)
-            except OutOfMemoryError:  # the host has none either
-                chosen = []
-            self.plan = replace(self.plan, split=self._weights.split)
-            self._parts = 1 + len(self.plan.split.streamed)
-        self._watch.tell(len(chosen), freed, excess)
+        self._steps.layers_moved()
 
-    def _extend(self, ids: list[int], cache: KVCache) -> None:
+    def _split_changed(self) -> None:
+        self.plan = replace(self.plan, split=self._weights.split)
+        self._parts = 1 + len(self.plan.split.streamed)
+
+    def _reserve(self, cache: KVCache, n_tokens: int) -> None:
+        """Have room for so many tokens in the cache; where memory is short, layers give theirs.
+
+        Raises:
+            OutOfMemoryError: that does not suffice, or nothing may be streamed. It says what would help.
+        """
+        try:
+            cache.reserve(n_tokens)
+            self._steps.network()  # what attention needs for as many
+        except OutOfMemoryError as error:
+            if not error.missing:
+                raise
+            if self._mode == "resident":
+                raise OutOfMemoryError(
+                    f"{error}; or let layers be streamed: --mode auto (mode='auto')",
+                    needed=error.needed,
+                    free=error.free,
+                ) from error
+            n_layers, freed = self._move_out(error.missing)
+            if not n_layers:
+                raise
+            self._watch.tell_grown(n_layers, freed, n_tokens)
+            cache.reserve(n_tokens)
+            self._steps.network()
+
+    def _extend(self, ids: list[int], cache: KVCache, progress: Callable[[int], None]) -> None:
         begin = 0
         while begin < len(ids):
             rows = min(self._chunk, self._steps.max_rows)
@@ -356,12 +434,19 @@ class QwenModel:
             if len(part) <= rows:
                 break
             self._keep_within_budget()
+            if self._steps.resident:  # layers have just come back
+                continue
+            tell = functools.partial(self._tell_share, progress, begin, len(part))
             chunks = [part[i : i + rows] for i in range(0, len(part), rows)]
-            for chunk, padded in zip(chunks, run_together(self._steps, chunks, cache), strict=True):
+            for chunk, padded in zip(chunks, run_together(self._steps, chunks, cache, tell), strict=True):
                 cache.append(chunk, rows=padded)
             begin += len(part)
-        for _ in self._chunks(ids[begin:], cache, whole=False):
-            pass
+        for at, chunk in self._chunks(ids[begin:], cache, whole=False):
+            progress(begin + at + len(chunk))
+
+    @staticmethod
+    def _tell_share(progress: Callable[[int], None], begin: int, n: int, share: float) -> None:
+        progress(begin + int(share * n))
 
     def _chunks(self, ids: list[int], cache: KVCache, *, whole: bool) -> Generator[tuple[int, list[int]]]:
         """Run ids in chunks, each as large as the ones before let it be: (its begin, its ids) behind its run.

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
@@ -18,6 +19,7 @@ from xinfer.gpu_model.loading import Job, Loader
 from xinfer.gpu_model.memory import MemoryPlan, plan_for
 from xinfer.gpu_model.options import ModelOptions
 from xinfer.gpu_model.steps import LOAD, STEP, Steps
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.model.weights import ModelWeights
 
@@ -39,6 +41,7 @@ class Prediction:
     """Bytes, seconds, and bytes a second."""
 
     plan: MemoryPlan
+    tuned: bool  # whether its steps use other kernels than those that ops would choose
     context: int | None  # tokens that a cache was asked for; None: it grows with the need
     load_speed: float  # from the checkpoint into the device's memory
     bus_speed: float  # from the host's memory into the device's
@@ -64,6 +67,7 @@ def predict(
     options: ModelOptions | None = None,
     *,
     quarantine: Iterable[str] = (),
+    tuning: Callable[[MemoryPlan], Tuning] | None = None,
     progress: Stages | None = None,
 ) -> Prediction:
     """Measure for a second or two. Arguments as for `QwenModel.load`.
@@ -79,7 +83,8 @@ def predict(
     try:
         plan = plan_for(weights, device, options)
         with ExitStack() as held:
-            probe = _Probe(weights, device, plan, quarantine, held)
+            preferred = tuning(plan) if tuning is not None and options.tuning else Tuning()
+            probe = _Probe(weights, device, plan, quarantine, preferred, held)
             tell(1, N_STAGES)
             start, load_speed = probe.read()
             probe.fill()
@@ -102,6 +107,7 @@ def predict(
     straight = plan.layout.nbytes(replace(plan.split, n_slots=0))
     return Prediction(
         plan=plan,
+        tuned=probe.tuned,
         context=context,
         load_speed=load_speed,
         bus_speed=bus_speed,
@@ -140,8 +146,16 @@ class _Probe:
     """The first layers of a model on a device. Everything is given back by `held`."""
 
     def __init__(
-        self, weights: ModelWeights, device: Device, plan: MemoryPlan, quarantine: Iterable[str], held: ExitStack
+        self,
+        weights: ModelWeights,
+        device: Device,
+        plan: MemoryPlan,
+        quarantine: Iterable[str],
+        tuning: Tuning,
+        held: ExitStack,
     ) -> None:
+        self.tuned = False  # whether steps use some of `tuning`
+        self._tuning = tuning
         self._device = device
         self._plan = plan
         self._quarantine = tuple(quarantine)
@@ -214,7 +228,9 @@ class _Probe:
         )
         context = max(positions) + MOST_STEPS + 1
         began = time.perf_counter()
-        steps = Steps(self._device, config, self._loaded, plan, context=context, quarantine=self._quarantine)
+        options: dict[str, Any] = {"quarantine": self._quarantine, "tuning": self._tuning}
+        steps = Steps(self._device, config, self._loaded, plan, context=context, **options)
+        self.tuned = bool(steps.tuning)
         try:
             setup = time.perf_counter() - began
             return setup, [step_seconds(steps, position) for position in positions]

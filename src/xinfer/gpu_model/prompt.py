@@ -6,7 +6,7 @@ a chunk are those of one chunk after the other, and so are the numbers, bit for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from xinfer.kv_cache import KVCache
 
 HELD = 256 << 20  # bytes that chunks may wait in
 SHARE = 0.5  # of what is free on the device, likewise
+AHEAD = 3  # groups of layers in the queue: one more than there are slots, so that the bus has always something to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,22 @@ def chunks_at_once(steps: Steps, rows: int) -> int:
     return max(1, room // _held_bytes(steps, rows))
 
 
-def run_together(steps: Steps, parts: Sequence[Sequence[int]], cache: KVCache) -> list[int]:
+def run_together(
+    steps: Steps, parts: Sequence[Sequence[int]], cache: KVCache, progress: Callable[[float], None]
+) -> list[int]:
     """Run the chunks `parts`, which follow each other behind the cache; the rows that each took.
 
-    The cache has room for them; they join it when this has returned.
+    The cache has room for them; they join it when this has returned. `progress` is told which share of the layers has
+    run.
     """
     with ExitStack() as held:
         chunks = [_prepared(steps, ids, held) for ids in parts]
-        ticket: Ticket | None = None
-        for n, (layer, segments) in enumerate(_groups(steps.prefill(chunks[0].rows, whole=False).segments)):
+        ends: list[Ticket] = []
+        groups = _groups(steps.prefill(chunks[0].rows, whole=False).segments)
+        for n, (layer, segments) in enumerate(groups):
+            if n >= AHEAD:
+                steps.wait(ends[n - AHEAD])
+                progress((n - AHEAD + 1) / len(groups))
             if layer is not None:
                 steps.bring(layer)
             begin = cache.length
@@ -53,10 +61,10 @@ def run_together(steps: Steps, parts: Sequence[Sequence[int]], cache: KVCache) -
                     begin += len(chunk.ids)
                 else:
                     steps.device.submit(chunk.enter)
-                ticket = steps.submit_part(steps.prefill(chunk.rows, whole=False), segments, loads=n == 0)
-                ticket = steps.device.submit(chunk.leave)
-        assert ticket is not None
-        steps.wait(ticket)
+                steps.submit_part(steps.prefill(chunk.rows, whole=False), segments, loads=n == 0)
+                end = steps.device.submit(chunk.leave)
+            ends.append(end)
+        steps.wait(ends[-1])
         return [chunk.rows for chunk in chunks]
 
 

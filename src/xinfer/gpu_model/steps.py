@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,13 +22,13 @@ from xinfer.gpu_model.forward import (
     Pass,
     Tap,
     TappedPass,
-    Tuning,
     Workspace,
     cache_blocks,
     download_rows,
 )
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan
+from xinfer.gpu_model.tuning import Sites, Tuning
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
 from xinfer.model.config import Qwen2Config
@@ -67,6 +67,7 @@ class Steps:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
+        tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
         self.device = device
@@ -78,7 +79,7 @@ class Steps:
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
-        self._tuning = Tuning()
+        self.tuning = Tuning()  # what of it can be used here
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
             self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine, on_make=on_compile))
@@ -102,6 +103,7 @@ class Steps:
             self._candidates = buffer(ops.argmax_scratch_bytes(1, vocab), "device", "argmax candidates")
             self.drawing = Drawing(device, vocab)
             held.callback(self.drawing.release)
+            self.tune(tuning or Tuning())
             self.network()
             self._held = held.pop_all()
 
@@ -134,15 +136,27 @@ class Steps:
             rope_table=table,
             scratch=scratch,
             max_keys=max_keys,
-            tuning=self._tuning,
+            tuning=self.tuning,
             exact=self.exact,
         )
         return self._network
 
     def tune(self, tuning: Tuning) -> None:
-        """Use these variants from now on; what was recorded is recorded again."""
-        self._tuning = tuning
+        """Use these variants from now on, those that can be used here; what was recorded is recorded again."""
+        self.tuning = self.sites().accepted(tuning) if tuning else tuning
         self._generation = -1
+
+    def sites(self) -> Sites:
+        """What kernels are chosen for."""
+        return Sites(
+            kernels=self.kernels,
+            layer=self._weights.layers[0],
+            head=self._weights.head,
+            cache=cache_blocks(self.pool, self.config, 0),
+            one={name: self.one.rows(name, 1) for name in ("x", "attn", "gate")},
+            max_rows=self.max_rows,
+            exact=self.exact,
+        )
 
     def layers_moved(self) -> None:
         """Forget what was recorded: layers lie elsewhere. Nothing is allocated."""
@@ -423,10 +437,7 @@ class Steps:
             ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
             for n in planned_rows(self.max_rows)
         ]
-        variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
-        plans.append(
-            ops.plan_attention(
-                *(on, cache), n_heads=heads, n_rows=1, max_keys=max_keys, variant=variant, n_splits=n_splits
-            )
-        )
+        if (tuned := self.tuning.attention_for(max_keys)) is not None:
+            options: dict[str, Any] = {"variant": tuned.variant, "n_splits": tuned.n_splits}
+            plans.append(ops.plan_attention(on, cache, n_heads=heads, n_rows=1, max_keys=max_keys, **options))
         return max(4, *(plan.scratch_bytes for plan in plans)), max(plan.counter_bytes for plan in plans)

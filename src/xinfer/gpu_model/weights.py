@@ -118,13 +118,16 @@ class DeviceWeights:
         Raises:
             WeightsError: it is read from a file that has changed, or cannot be read.
         """
+        self._bring(i, self.buffers[i])
+        self.bytes_sent += self._layout.layers[i].size
+
+    def _bring(self, i: int, target: Buffer) -> None:
         size = self._layout.layers[i].size
         if self._source is None:
-            self._device.transfer(self._pinned[i][:size], self.buffers[i][:size])
+            self._device.transfer(self._pinned[i][:size], target[:size])
         else:
-            self._again.load(_jobs(self._layout.layers[i], self.buffers[i]), flush=False)
+            self._again.load(_jobs(self._layout.layers[i], target), flush=False)
             self._source.check_unchanged()  # behind the reading, so that nothing changed goes unnoticed
-        self.bytes_sent += size
 
     def move_out(self, chosen: Sequence[int]) -> int:
         """Stream these layers, too, from now on; bytes of device memory that this freed.
@@ -139,15 +142,41 @@ class DeviceWeights:
         fitting = [buffer for buffer in own if buffer.size == layout.slot_bytes]
         new_slots = fitting[: max(0, SLOTS - len(self._slots))]
         self._slots += new_slots
-        streamed = tuple(sorted((*self.split.streamed, *chosen)))
-        self.split = replace(self.split, streamed=streamed, n_slots=len(self._slots))
-        for i in streamed:
-            self.buffers[i] = self._slots[self.split.slot(i)]
-        self.layers = self._views()
+        self._stream(tuple(sorted((*self.split.streamed, *chosen))))
         freed = [buffer for buffer in own if buffer not in new_slots]
         for buffer in freed:
             buffer.release()
         return sum(buffer.size for buffer in freed)
+
+    def _stream(self, streamed: tuple[int, ...]) -> None:
+        """Let these layers, and no others, come through the slots from now on."""
+        self.split = replace(self.split, streamed=streamed, n_slots=len(self._slots))
+        for i in streamed:
+            self.buffers[i] = self._slots[self.split.slot(i)]
+        self.layers = self._views()
+
+    def move_back(self, chosen: Sequence[int]) -> None:
+        """Let these streamed layers stay on the device again, or none where that has too little memory.
+
+        Slots that the others do not need become the memory of some of them. What was recorded before must not run any
+        more.
+        """
+        layout, left = self._layout, tuple(i for i in self.split.streamed if i not in chosen)
+        homes = dict(zip(chosen, self._slots[len(left) :], strict=False))
+        with ExitStack() as made:
+            for i in chosen[len(homes) :]:
+                homes[i] = self._device.create_buffer(layout.layers[i].size, "device", f"layer {i}")
+                made.callback(homes[i].release)
+            for i, home in homes.items():
+                self._bring(i, home)
+            self._device.flush_uploads()
+            self._held.push(made.pop_all())
+        for i, home in homes.items():
+            self.buffers[i] = home
+            if self.split.pinned:
+                self._pinned.pop(i).release()
+        del self._slots[len(left) :]
+        self._stream(left)
 
     def _copied_out(self, chosen: Sequence[int]) -> dict[int, Buffer]:
         """These layers in the host's memory: all of them, or none where that is too little."""

@@ -23,8 +23,9 @@ from xinfer.ops._base import (
     WantedKernels,
     row_stride,
 )
+from xinfer.ops._capacity import Capacity, capacity_of
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
-from xinfer.ops._linear import can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
+from xinfer.ops._linear import GEMV_ROWS_MAX, can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
 from xinfer.ops._packed import (
     PackedRows,
     can_pack,
@@ -45,6 +46,7 @@ __all__ = [
     "BAD_TOKEN",
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
+    "GEMV_ROWS_MAX",
     "HEAD_DIM_MAX",
     "PARAM_BYTES",
     "SEEN_IN_PROMPT",
@@ -52,6 +54,7 @@ __all__ = [
     "UNUSED_POSITION",
     "AttentionPlan",
     "CacheBlocks",
+    "Capacity",
     "Format",
     "KernelSet",
     "Matrix",
@@ -72,6 +75,7 @@ __all__ = [
     "can_pack_fused",
     "can_rope_append",
     "can_sample",
+    "capacity_of",
     "embed",
     "gate_up",
     "gate_up_packed",

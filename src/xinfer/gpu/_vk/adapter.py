@@ -166,6 +166,8 @@ class Adapter:
             structs["maintenance4"] = vk.VkPhysicalDeviceMaintenance4Properties()
         if self.version >= (1, 3) or "VK_EXT_subgroup_size_control" in self.extensions:
             structs["subgroup_size"] = vk.VkPhysicalDeviceSubgroupSizeControlProperties()
+        if "VK_EXT_external_memory_host" in self.extensions:
+            structs["host_import"] = vk.VkPhysicalDeviceExternalMemoryHostPropertiesEXT()
         if "VK_EXT_pci_bus_info" in self.extensions:
             structs["pci"] = vk.VkPhysicalDevicePCIBusInfoPropertiesEXT()
         query = chain(vk.VkPhysicalDeviceProperties2(), *structs.values())

@@ -84,7 +84,7 @@ class Core:
             adapter.instance.vk.vkCreateDevice(adapter.handle, byref(info), None, byref(handle)), "vkCreateDevice"
         )
         self.device = handle.value
-        self.vk = adapter.instance.vk.level("vkGetDeviceProcAddr", handle.value)
+        self.vk = adapter.instance.vk.level("vkGetDeviceProcAddr", handle.value, quick=not self.debug)
 
     def _create_info(self, families: list[QueueFamily]) -> vk.VkStructure:
         priority = (c_float * 1)(1.0)

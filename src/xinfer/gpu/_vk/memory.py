@@ -13,6 +13,7 @@ from xinfer.gpu._checks import format_bytes
 from xinfer.gpu._meter import Meter
 from xinfer.gpu._vk.adapter import MemoryType
 from xinfer.gpu._vk.core import Core, Handle, u32
+from xinfer.gpu._vk.pinned import HANDLE, HostPages, Pinning
 from xinfer.gpu.api import BufferKind, BufferSlice, MemoryStatus
 from xinfer.gpu.native import chain, memory_at
 
@@ -84,25 +85,45 @@ class Allocator:
             ),
         )
 
-    def allocate(self, kind: BufferKind, buffer: Handle, label: str) -> tuple[Handle, MemoryType]:
-        """Memory of its own for a native buffer."""
+    def allocate(
+        self, kind: BufferKind, buffer: Handle, label: str, pages: HostPages | None = None
+    ) -> tuple[Handle, MemoryType]:
+        """Memory of its own for a native buffer: new, or these pages."""
         dedicated = vk.VkMemoryDedicatedRequirements()
         requirements = chain(vk.VkMemoryRequirements2(), dedicated)
         query = vk.VkBufferMemoryRequirementsInfo2(buffer=buffer.value)
         self.core.vk.vkGetBufferMemoryRequirements2(self.core.device, byref(query), byref(requirements))
         size, type_bits = requirements.memoryRequirements.size, requirements.memoryRequirements.memoryTypeBits
+        if pages is not None:
+            if size > pages.size:
+                raise DeviceError(f"{label or 'a buffer'} needs {size} bytes, and has pages of {pages.size}")
+            size, type_bits = pages.size, type_bits & self._importable(pages)
         memory_type = self.choose(kind, type_bits)
         self._ensure_free(size, kind, memory_type.heap, label)
         info = vk.VkMemoryAllocateInfo(allocationSize=size, memoryTypeIndex=memory_type.index)
-        if dedicated.prefersDedicatedAllocation or dedicated.requiresDedicatedAllocation:
+        if pages is not None:
+            chain(info, vk.VkImportMemoryHostPointerInfoEXT(handleType=HANDLE, pHostPointer=pages.address))
+        elif dedicated.prefersDedicatedAllocation or dedicated.requiresDedicatedAllocation:
             chain(info, vk.VkMemoryDedicatedAllocateInfo(buffer=buffer.value))
-        heap = memory_type.heap
+        heap, held = memory_type.heap, [pages]
+
+        def gone() -> None:
+            self._count(kind, heap, -size)
+            held.clear()  # not before the driver has let go of them
+
         try:
-            memory = self.core.create("VkDeviceMemory", info, label, lambda: self._count(kind, heap, -size))
+            memory = self.core.create("VkDeviceMemory", info, label, gone)
         except OutOfMemoryError as error:
             raise self._too_little(size, self._heap(heap), label) from error
         self._count(kind, heap, size)
         return memory, memory_type
+
+    def _importable(self, pages: HostPages) -> int:
+        """The memory types that pages can be imported as, a bit each."""
+        found = vk.VkMemoryHostPointerPropertiesEXT()
+        call = "vkGetMemoryHostPointerPropertiesEXT"
+        self.core.check(getattr(self.core.vk, call)(self.core.device, HANDLE, pages.address, byref(found)), call)
+        return int(found.memoryTypeBits)
 
     def _count(self, kind: BufferKind, heap: int, change: int) -> None:
         with self._lock:
@@ -137,22 +158,38 @@ class VulkanBuffer(NativeBuffer):
         super().__init__(size, kind, label)
         self.owner = owner
         self.cached = False  # the host reads it at full speed
-        core = owner.core
+        with owner.pinning.pages(kind, size) as pages:
+            try:
+                self._make(pages)
+            except (DeviceError, OutOfMemoryError):
+                if pages is None:
+                    raise
+                owner.pinning.give_up()
+                self._make(None)
+
+    def _make(self, pages: HostPages | None) -> None:
+        """The native buffer and its memory: new, or these pages."""
+        owner, core = self.owner, self.owner.core
         info = vk.VkBufferCreateInfo(
-            size=-(-size // ROUND) * ROUND, usage=USAGE, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE
+            size=-(-self.size // ROUND) * ROUND, usage=USAGE, sharingMode=vk.VK_SHARING_MODE_EXCLUSIVE
         )
         if len(owner.families) > 1:
             info.sharingMode = vk.VK_SHARING_MODE_CONCURRENT
             info.queueFamilyIndexCount = len(owner.families)
             info.pQueueFamilyIndices = u32(*owner.families)
-        self.handle = core.create("VkBuffer", info, label)
+        if pages is not None:
+            chain(info, vk.VkExternalMemoryBufferCreateInfo(handleTypes=HANDLE))
+        self.handle = core.create("VkBuffer", info, self.label)
         self.memory: Handle | None = None
         try:
-            self.memory, memory_type = owner.allocator.allocate(kind, self.handle, label)
+            self.memory, memory_type = owner.allocator.allocate(self.kind, self.handle, self.label, pages)
             core.check(
                 core.vk.vkBindBufferMemory(core.device, self.handle.value, self.memory.value, 0), "vkBindBufferMemory"
             )
-            self._map(memory_type)
+            if pages is None:
+                self._map(memory_type)
+            else:
+                self.mapped, self.cached = pages.view[: self.size], True
         except BaseException:
             core.destroy(self.handle)
             if self.memory:
@@ -186,6 +223,7 @@ class BufferOwner:
 
     core: Core
     allocator: Allocator
+    pinning: Pinning
     families: list[int]  # queue families that touch buffers
     markers: VulkanBuffer | None = None  # where recordings mark how far they have come
 
