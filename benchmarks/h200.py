@@ -11,8 +11,6 @@ time limit, so that a run ends.
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import json
 import shutil
 import statistics
@@ -34,15 +32,15 @@ from numpy.typing import NDArray
 from xinfer import gpu, ops
 from xinfer.bench.loops import filled_device_cache, time_prompt
 from xinfer.bench.speeds import memory_speed
+from xinfer.bench.tuner import Tuner
 from xinfer.bench.work import step_work
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import ModelOptions, QwenModel
-from xinfer.gpu_model.forward import Tuning
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.model import names
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
-from xinfer.ops._linear import gemv_candidates
 
 PARITY_TOKENS = {"tiny": 24, "0.5b": 64, "1.5b": 32, "7b": 16}
 PARITY_LIMIT = 1e-4  # of exact activations
@@ -263,76 +261,6 @@ def profile(model: QwenModel, context: int) -> list[dict[str, Any]]:
 # --- tuning -----------------------------------------------------------------------------------------------------------
 
 
-def linear_candidates(model: QwenModel) -> dict[str, list[str]]:
-    """Variants that the device can run, the ops' own choice first."""
-    weights, device = model._weights, model.device
-    layer, place = weights.layers[0], device.create_buffer(4 * 2 * model.config.intermediate_size, "device", "x")
-
-    def usable(w: ops.Matrix, *, norm: bool = False, swiglu: bool = False) -> list[str]:
-        names = gemv_candidates(w, ops.Rows.dense(place, 1, w.columns), norm=norm, swiglu=swiglu)
-        own = [name for name in names if f"{name}.".find(".t1.") >= 0 and ".wave" in name]
-        return [name for name in own if model._steps.kernels.usable(name)]
-
-    found = {
-        "qkv": usable(layer.qkv, norm=True),
-        "o": usable(layer.o),
-        "gate_up": usable(layer.gate, norm=True, swiglu=True),
-        "down": usable(layer.down),
-        "logits": usable(weights.head, norm=True),
-    }
-    place.release()
-    return found
-
-
-def tunings(model: QwenModel, context: int, *, linear: bool) -> Iterator[tuple[str, Callable[[Tuning], Tuning]]]:
-    """Single changes of a tuning that are worth a try, knob by knob."""
-    size = 64 if model.config.head_dim <= 64 else 128
-    splits = (1, 2, 8) if context <= 512 else (16, 32, 66, 132)
-    for form, n in itertools.product(("turn2", "turn"), splits):
-        name = f"attention.f16.tiled{size}_{form}"
-        yield f"attn {form}/{n}", functools.partial(_with, variants={"attn": name}, n_splits=n)
-    if linear:
-        for op, names in linear_candidates(model).items():
-            for name in names:
-                yield f"{op} {name}", functools.partial(_with, variants={op: name})
-
-
-def _with(tuning: Tuning, *, variants: dict[str, str], n_splits: int | None = None) -> Tuning:
-    return Tuning(variants={**tuning.variants, **variants}, n_splits=n_splits or tuning.n_splits)
-
-
-def tune(model: QwenModel, context: int, deadline: Deadline, *, start: Tuning, linear: bool) -> dict[str, Any]:
-    """Change one knob after the other, keep what makes a token sooner: {"tried": seconds by change, "kept", "tuning"}.
-
-    Timed in the loop that users run: between single steps the clocks fall, and short kernels look three times as long.
-    """
-    cache = filled_device_cache(model, context, 200)
-
-    def seconds(tuning: Tuning) -> float:
-        model.tune(tuning)
-        cache.truncate(context)
-        tokens = model.greedy(7, cache, limit=90)
-        for _ in range(30):
-            next(tokens)
-        began = time.perf_counter()
-        for _ in tokens:
-            pass
-        return (time.perf_counter() - began) / 60
-
-    best, tuning = min(seconds(start) for _ in range(3)), start
-    found: dict[str, Any] = {"tried": {"as chosen": best}, "kept": []}
-    for name, change in tunings(model, context, linear=linear):
-        if deadline.over:
-            break
-        tried = change(tuning)
-        found["tried"][name] = took = min(seconds(tried) for _ in range(2))
-        if took < 0.997 * best:
-            best, tuning = took, tried
-            found["kept"].append(name)
-    model.tune(Tuning())
-    return {**found, "tuning": tuning}
-
-
 def continuation(model: QwenModel, n_tokens: int) -> list[int]:
     """Greedy tokens behind a prompt that fills some tiles of attention."""
     prompt = np.random.default_rng(6).integers(0, model.config.vocab_size, 500)
@@ -341,19 +269,14 @@ def continuation(model: QwenModel, n_tokens: int) -> list[int]:
     return list(model.greedy(int(prompt[-1]), cache, limit=n_tokens))
 
 
-def run_tuning(model: QwenModel, options: argparse.Namespace) -> dict[int, dict[str, Any]]:
-    """What tuning gives at each context; the tokens must stay the same."""
-    results, start, plain = {}, Tuning(), continuation(model, 32)
-    for context in options.contexts:
-        first = context == options.contexts[0]
-        found = tune(model, context, Deadline(options.tune_seconds), start=start, linear=first)
-        tuning = found.pop("tuning")
-        model.tune(tuning)
-        step = decode(model, context, Deadline(options.part_seconds))
-        results[context] = {**found, **step, "same_tokens": continuation(model, 32) == plain}
-        model.tune(Tuning())
-        start = Tuning(variants=tuning.variants) if first else start
-    return results
+def tune(model: QwenModel, options: argparse.Namespace) -> dict[str, Any]:
+    """What `xinfer tune` gives, and whether the tokens stay the same."""
+    plain = continuation(model, 32)
+    result = Tuner(model, contexts=options.contexts, prompts=options.prefills).run()
+    model.tune(result.tuning)
+    same = continuation(model, 32) == plain
+    model.tune(Tuning())
+    return {"tried": result.tried, "totals": result.totals, "wrong": result.wrong, "same_tokens": same}
 
 
 def op_bytes(config: Qwen2Config) -> dict[str, int]:
@@ -412,7 +335,7 @@ def run_size(size: str, device: Device, folder: Path, options: argparse.Namespac
                 f"host {step['host_seconds'] * 1e6:.0f} us, {step['bytes'] / step['seconds'] / 1e9:.0f} GB/s"
             )
         if options.tune:
-            result["tuned"] = run_tuning(model, options)
+            result["tuned"] = tune(model, options)
         result["profile"] = {context: profile(model, context) for context in options.contexts[:2]}
         result["profile_bytes"] = op_bytes(config)
         result["prefill"] = {}
@@ -443,13 +366,8 @@ def report(result: dict[str, Any], streamed: float) -> str:
             f"the device {step['device_seconds'] * 1e6:.0f}; host {step['host_seconds'] * 1e6:.0f}, of it submit "
             f"{step['submit_seconds'] * 1e6:.0f}; {rate / 1e9:.0f} GB/s, {rate / streamed:.0%} of what a kernel streams"
         )
-    for context, step in result.get("tuned", {}).items():
-        lines.append(
-            f"tuned at {context:>6}: {1 / step['seconds']:8.1f} tok/s; device {step['device_seconds'] * 1e6:.0f} us, "
-            f"{'the same' if step['same_tokens'] else 'OTHER'} tokens; kept: {', '.join(step['kept'])}"
-        )
-        tried = [f"{name.replace('linear_gemv.f16.', '')} {s * 1e6:.0f}" for name, s in step["tried"].items()]
-        lines.append(f"  us a token: {'; '.join(tried)}")
+    if "tuned" in result:
+        lines += tuned_lines(result["tuned"])
     lines += [f"prefill of {n:>5}: {rate:8.0f} tok/s" for n, rate in result["prefill"].items()]
     for context, entries in result["profile"].items():
         lines.append(
@@ -463,6 +381,21 @@ def report(result: dict[str, Any], streamed: float) -> str:
                 f"  {op['op']:<12} {op['count']:>3} x {each * 1e6:7.2f} us = {op['seconds'] * 1e6:8.1f} us {speed}"
             )
     return "\n".join(lines)
+
+
+def tuned_lines(tuned: dict[str, Any]) -> list[str]:
+    """What was tried, and what came of it."""
+    lines = []
+    for total in tuned["totals"]:
+        before, after = total["before_seconds"] * 1e6, total["after_seconds"] * 1e6
+        lines.append(
+            f"tuned, {total['kind']} {total['tokens']:>6}: {before:.1f} us by rule, {after:.1f} us tuned "
+            f"({total['gain']:+.1%}); {'the same' if tuned['same_tokens'] else 'OTHER'} tokens"
+        )
+    for entry in tuned["tried"]:
+        tried = [f"{name.replace('linear_gemv.f16.', '')} {s * 1e6:.1f}" for name, s in entry["tried"].items()]
+        lines.append(f"  {entry['op']}, {entry['kind']} {entry['tokens']}: {entry['chosen']}; us: {'; '.join(tried)}")
+    return lines
 
 
 def say(text: str) -> None:
@@ -482,7 +415,6 @@ def main() -> int:
     parser.add_argument("--peers", default="", help="sizes to run transformers on as well, in the same run")
     parser.add_argument("--peer-seconds", type=float, default=200.0, help="time for one of them")
     parser.add_argument("--tune", action="store_true", help="try every variant of the decode step's ops")
-    parser.add_argument("--tune-seconds", type=float, default=20.0, help="time for one context")
     parser.add_argument("--warm-seconds", type=float, default=3.0, help="decode so long before anything is measured")
     parser.add_argument("--contexts", type=_numbers, default=[128, 4096, 32768])
     parser.add_argument("--prefills", type=_numbers, default=[512, 4096])

@@ -29,7 +29,7 @@ from xinfer.bench.loops import filled_device_cache
 from xinfer.errors import XinferError
 from xinfer.gpu.api import Device, Recording
 from xinfer.gpu_model import QwenModel
-from xinfer.gpu_model.forward import Tuning
+from xinfer.gpu_model.tuning import LayerChoice, Tuning
 from xinfer.ops import LayerRows, Phase, Recorder
 from xinfer.ops._attention import FEW_KEYS
 from xinfer.ops._layer import RESIDENT_GROUPS
@@ -45,7 +45,7 @@ def tuning(model: QwenModel, heads: int, form: int = 0, groups: int = GROUPS) ->
     """The layer's kernel in one of its forms."""
     dim_max = 64 if model.config.head_dim <= 64 else 128
     name = layer_id("f16", "f16", dim_max, heads, LAYER_FORMS[form])
-    return Tuning(variants={"layer": name}, groups=groups)
+    return Tuning(layer=LayerChoice(name, groups))
 
 
 def heads_for(model: QwenModel, context: int) -> int:
@@ -58,7 +58,7 @@ def ready(model: QwenModel, wanted: Tuning) -> None:
     model.given_up.clear()
     model.steps.kernels.quarantine = frozenset()
     model.tune(wanted)
-    if "layer" in wanted.variants and model.steps.network().layer_plan is None:
+    if wanted.layer and model.steps.network().layer_plan is None:
         raise ValueError("the kernel does not take this model")
 
 

@@ -17,17 +17,19 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session", autouse=True)
 def _quarantines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What the user's own `xinfer doctor` found is no part of a test."""
+    """What the user's own `xinfer doctor` and `xinfer tune` found is no part of a test."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XINFER_QUARANTINE", str(folder / "quarantine.json"))
+        patch.setenv("XINFER_TUNING", str(folder / "tuning.json"))
         yield folder
 
 
 @pytest.fixture(autouse=True)
 def _own_quarantine(_quarantines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor is what another test put in quarantine."""
+    """Nor is what another test put in quarantine, or chose."""
     monkeypatch.setenv("XINFER_QUARANTINE", str(_quarantines / f"{next(_NUMBERS)}.json"))
+    monkeypatch.setenv("XINFER_TUNING", str(_quarantines / f"{next(_NUMBERS)}.json"))
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from xinfer.gpu_model import ModelOptions, Stages, predict
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
+from xinfer.tuning_file import TuningFile
 
 PREFILL_ROWS = 512  # activation rows that a prefill works on at a time
 
@@ -64,11 +66,13 @@ def predict_model(
         kernels: dict[str, Any] = {
             "quarantine": kept.variants_for(opened.info),
             "proved": kept.proved_for(opened.info),
+            "tuning": partial(TuningFile().preferred, opened.info, exact=options.exact),
         }
         found = predict(weights, opened, options, **kernels, progress=progress)
         plan = found.plan
         return {
             "device": f"{opened.info.api}:{opened.info.index} {opened.info.name}",
+            "tuned": found.tuned,
             "layers": plan.config.num_hidden_layers,
             "streamed_layers": len(plan.split.streamed),
             "bytes_a_token_over_the_bus": plan.a_token,
@@ -102,8 +106,10 @@ def render_prediction(report: dict[str, Any]) -> str:
     at_context = report["tokens_per_second_at_context"]
     rates = f"{report['tokens_per_second']:,.1f} tok/s"
     rates += f", {at_context:,.1f} at the end of the context" if at_context else ""
+    kernels = "as xinfer tune has chosen them" if report["tuned"] else "by rule; xinfer tune may find faster ones"
     rows = [
         ("layers", layers),
+        ("kernels", kernels),
         (
             "VRAM",
             (
@@ -236,7 +242,7 @@ def render_explanation(report: dict[str, Any]) -> str:
 
 
 def list_adapters() -> dict[str, Any]:
-    """Every adapter, best first, the one that "auto" takes, and why a graphics API shows no GPU."""
+    """Every adapter, best first, the one that "auto" takes, why an API shows no GPU, and what drivers are broken."""
     found = gpu.list_devices()
     chosen = gpu.automatic(found)
     devices = [
@@ -251,6 +257,7 @@ def list_adapters() -> dict[str, Any]:
         "auto": "cpu" if chosen is None else f"{chosen.api}:{chosen.index}",
         "devices": devices,
         "missing": gpu.diagnose(),
+        "notes": gpu.driver_notes(),
     }
 
 
@@ -272,6 +279,7 @@ def render_adapters(report: dict[str, Any]) -> str:
         parts.append(f"{device['selector']}\n" + "\n".join("  " + line for line in _table(rows).splitlines()))
     for api, reasons in report["missing"].items():
         parts.append("\n".join([f"no GPU through {api}:", *(f"  {reason}" for reason in reasons)]))
+    parts += [f"note: {note}" for note in report["notes"]]
     parts.append(f"--device auto takes {report['auto']}" + (" (the reference)" if report["auto"] == "cpu" else ""))
     return "\n\n".join(parts)
 

@@ -30,6 +30,7 @@ from xinfer.sampling import Sampled, Sampler, SamplingParams
 from xinfer.settings import Settings
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 from xinfer.transcript import Turn, encode_after
+from xinfer.tuning_file import TuningFile
 
 # Stage ("load" in bytes, "prefill" in tokens, "compile" in kernels), done, total.
 Progress = Callable[[str, int, int], None]
@@ -48,6 +49,7 @@ class Stats:
     """
 
     device: str
+    tuned: bool  # whether kernels that `xinfer tune` has chosen are in use
     fallback: str | None
     seed: int
     prompt_tokens: int
@@ -207,6 +209,7 @@ class LLM:
         self.device = first.device_name
         self.fallback = first.fallback  # for people: why "auto" took the CPU
         self.is_software = first.is_software
+        self.tuned = first.tuned  # whether kernels that `xinfer tune` has chosen are in use
         self.streaming = first.streaming  # for people: what is streamed, None where everything stays
         self.load_seconds = time.perf_counter() - started
 
@@ -328,6 +331,7 @@ class LLM:
     def _stats(self, timing: Timing, seed: int) -> Stats:
         return Stats(
             device=self.device,
+            tuned=self.tuned,
             fallback=self.fallback,
             seed=seed,
             load_seconds=self.load_seconds,
@@ -387,6 +391,7 @@ class LoadedModel:
         info = None if device is None else device.info
         self.is_software = info is not None and info.kind == "cpu"  # a driver that computes on the CPU
         self.streaming = model.plan.streaming if isinstance(model, QwenModel) else None
+        self.tuned = isinstance(model, QwenModel) and bool(model.steps.tuning)
         software = " (software)" if self.is_software else ""
         self.device_name = CPU if info is None else f"{info.api}:{info.index} {info.name}{software}"
 
@@ -437,11 +442,13 @@ def load_model(
         if forbidden:
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
+        exact = options is not None and options.exact
         with ModelWeights.open(folder) as weights:
             model = QwenModel.load(
                 *(weights, opened, options),
                 quarantine=variants,
                 proved=quarantine.proved_for(opened.info),
+                tuning=partial(TuningFile(warn=_log.warning).preferred, opened.info, exact=exact),
                 progress=staged("load"),
                 on_compile=staged("compile"),
             )

@@ -27,6 +27,7 @@ _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "compile": (MofNCompleteColumn(), TextColumn("kernels")),
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
     "bench": (MofNCompleteColumn(), TextColumn("measurements")),
+    "tune": (MofNCompleteColumn(), TextColumn("ops")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }

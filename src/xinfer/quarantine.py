@@ -12,9 +12,7 @@ import json
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -23,6 +21,7 @@ from typing import Any
 
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
+from xinfer.state_files import alone, write_whole
 
 PATH_VARIABLE = "XINFER_QUARANTINE"  # another file than `quarantine_path` would give
 VERSION = 1
@@ -30,7 +29,6 @@ MARK = b'"entries"'  # what every quarantine file has, damaged or not
 LARGEST = 4 << 20  # bytes that are read of the file
 DETAIL_CHARS = 400
 PROVED = "proved"  # the outcome of what did well, where that has to be known
-LOCK_S = 10.0  # another writer takes milliseconds
 
 Warn = Callable[[str], None]
 
@@ -181,7 +179,7 @@ class Quarantine:
         if not new and not any(map(gone, self._all_entries())):
             return []
         self._ensure_ours()
-        with _alone(self.path):  # two doctors, on two GPUs perhaps, must not undo what the other has found
+        with alone(self.path):  # two doctors, on two GPUs perhaps, must not undo what the other has found
             before = self._all_entries()
             self._write([*(entry for entry in before if not gone(entry)), *new])
             return [entry for entry in before if gone(entry)]
@@ -194,14 +192,7 @@ class Quarantine:
         self._ensure_ours()
         content = {"version": VERSION, "entries": [dataclasses.asdict(entry) for entry in entries]}
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".quarantine-", delete=False) as file:
-                partial = Path(file.name)
-                file.write(json.dumps(content, indent=1).encode() + b"\n")
-            try:
-                partial.replace(self.path)
-            finally:
-                partial.unlink(missing_ok=True)
+            write_whole(self.path, json.dumps(content, indent=1).encode() + b"\n")
         except OSError as error:
             raise DeviceError(
                 f"the quarantine file {self.path} cannot be written ({error.strerror or error}); name another one in "
@@ -230,38 +221,6 @@ class Quarantine:
             f"the quarantine file {self.path} is damaged ({reason}); it is kept as {aside.name}, and no kernel is in "
             "quarantine until `xinfer doctor` has run again"
         )
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Nobody else between reading and writing a file, by a lock beside it: for as long as others give it up in time.
-
-    Where there are no locks, as on some network drives, all goes on without; what cannot be written is told elsewhere.
-    """
-    with ExitStack() as held:
-        with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = held.enter_context(path.with_name(path.name + ".lock").open("ab"))
-            end = time.monotonic() + LOCK_S
-            while not _lock(file.fileno()) and time.monotonic() < end:
-                time.sleep(0.01)
-        yield
-
-
-def _lock(descriptor: int) -> bool:
-    """Take a file's lock, which is given back when it is closed; whether it could be had."""
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # it is another's
-        return False
-    return True
 
 
 def quarantine_path() -> Path:

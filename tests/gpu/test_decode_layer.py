@@ -13,7 +13,7 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
-from xinfer.gpu_model.forward import Tuning
+from xinfer.gpu_model.tuning import LayerChoice, Tuning
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import KernelSet, proofs
 from xinfer.shaders.catalog import variants
@@ -167,7 +167,7 @@ def last_logits(model: QwenModel) -> Any:
 def test_a_model_whose_layers_are_one_dispatch_each_answers_as_before(model: QwenModel) -> None:
     expected, logits = continuation(model, 20), last_logits(model)
     assert model.steps.network().layer_plan is None, "nobody has proved it, and the GPU is on no list"
-    model.tune(Tuning(variants={"layer": SMALL}, groups=1))
+    model.tune(Tuning(layer=LayerChoice(SMALL, 1)))
     assert model.steps.network().layer_plan is not None
     found = last_logits(model)
     assert np.linalg.norm(found - logits) < 1e-5 * np.linalg.norm(logits)
@@ -183,7 +183,7 @@ def test_a_step_whose_barriers_are_given_up_is_run_again_without(
     if model.device.info.kind != "cpu":
         pytest.skip("only a software driver runs fewer workgroups than these at a time")
     expected, logits = continuation(model, 12), last_logits(model)
-    many = Tuning(variants={"layer": SMALL}, groups=4 * (os.cpu_count() or 1))
+    many = Tuning(layer=LayerChoice(SMALL, 4 * (os.cpu_count() or 1)))
     model.tune(many)
     assert continuation(model, 12) == expected
     assert model.given_up == [SMALL]

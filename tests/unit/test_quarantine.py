@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.unit.cli_run import run
 
-from xinfer import quarantine
+from xinfer import quarantine, state_files
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu import _disk
 from xinfer.gpu.null import INFO
@@ -243,8 +243,8 @@ def test_two_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_lock_that_nobody_gives_back_is_waited_for_no_longer_than_it_takes(
     kept: Quarantine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quarantine, "LOCK_S", 0.05)
-    monkeypatch.setattr(quarantine, "_lock", lambda _: False)
+    monkeypatch.setattr(state_files, "LOCK_S", 0.05)
+    monkeypatch.setattr(state_files, "_lock", lambda _: False)
     kept.add(INFO, "a", "wrong")
     assert kept.variants_for(INFO) == {"a"}
 

@@ -25,6 +25,7 @@ from xinfer.ops import _elementwise as elementwise
 from xinfer.ops import _layer as layer
 from xinfer.ops import _linear as linear
 from xinfer.ops import _packed as packed
+from xinfer.ops import _sample as sample
 from xinfer.shaders import catalog
 from xinfer.shaders.catalog import Variant, variants
 
@@ -112,6 +113,12 @@ def test_numbers_are_those_of_common_hlsli() -> None:
     assert value("FLAG_NOT_FINITE") == ops.FLAG_NOT_FINITE
     assert (value("FLAG_BIAS"), value("FLAG_ACCUMULATE")) == (linear.FLAG_BIAS, linear.FLAG_ACCUMULATE)
     assert {name: value(name.upper()) for name in catalog.FORMATS} == catalog.FORMATS
+    assert value("PARAM_WORDS") == catalog.SAMPLE_PARAM_WORDS
+    assert value("CHUNKS_MAX") == catalog.SAMPLE_CHUNKS_MAX
+    assert value("CANDIDATES_MAX") == catalog.SAMPLE_CANDIDATES_MAX
+    assert value("WEIGHT_BITS") == sample.WEIGHT_BITS
+    options = [value(f"OPTION_{name}") for name in ("PENALTIES", "BIAS", "GREEDY", "SLOW")]
+    assert options == [sample.OPTION_PENALTIES, sample.OPTION_BIAS, sample.OPTION_GREEDY, sample.OPTION_SLOW]
     for number, field in enumerate(base.STATE_FIELDS):
         assert value(f"STATE_{field.upper()}") == number
 
@@ -163,6 +170,8 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             trips = argmax.argmax_trips(n_valid=VOCABULARY)
         case "decode_layer":
             trips = layer_trips(variant)
+        case "sample":
+            trips = sample.sample_trips(variant.id, vocab=VOCABULARY)
         case "attention" if ".combine" in variant.id:
             trips = attention.combine_trips(head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
         case "attention":

@@ -86,16 +86,21 @@ def time_steps(model: Model, context: int, *, n_tokens: int, repeats: int) -> Sp
     cache = filled_cache(model, context, n_tokens + WARM_STEPS + 1)
 
     def measure() -> float:
-        cache.truncate(context)
-        with closing(greedy(model, 7 % model.config.vocab_size, cache, n_tokens + WARM_STEPS)) as tokens:
-            for _ in range(WARM_STEPS):
-                next(tokens)
-            began = time.perf_counter()
-            for _ in range(n_tokens):
-                next(tokens)
-            return (time.perf_counter() - began) / n_tokens
+        return time_loop(model, cache, context, n_tokens=n_tokens)
 
     return repeated(measure, repeats, warm_s=warm_seconds(model))
+
+
+def time_loop(model: Model, cache: Cache, context: int, *, n_tokens: int) -> float:
+    """Seconds a token of one run of greedy steps, behind the first `context` tokens of a cache."""
+    cache.truncate(context)
+    with closing(greedy(model, 7 % model.config.vocab_size, cache, n_tokens + WARM_STEPS)) as tokens:
+        for _ in range(WARM_STEPS):
+            next(tokens)
+        began = time.perf_counter()
+        for _ in range(n_tokens):
+            next(tokens)
+        return (time.perf_counter() - began) / n_tokens
 
 
 def greedy(model: Model, token: int, cache: Any, limit: int) -> Any:

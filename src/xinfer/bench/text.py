@@ -28,7 +28,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['model']}: {report['parameters'] / 1e6:,.0f} M parameters on {report['device']}{driver}",
         "",
-        *_aligned(table),
+        *aligned(table),
         "",
         (
             f"Each is the median of {report['repeats']} runs, of {report['decode_tokens']} tokens where it is decode: "
@@ -65,7 +65,7 @@ def _memory(memory: dict[str, int | None]) -> str:
     return ", ".join(told) or "the system does not say"
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
+def aligned(table: list[list[str]]) -> list[str]:
     """The first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return [

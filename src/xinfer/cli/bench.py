@@ -43,6 +43,7 @@ def bench(
     exact: options.Exact = False,
     mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
+    tuning: options.Tuning = True,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw the roofline of a GPU as .png or .svg, with matplotlib."),
@@ -69,8 +70,8 @@ def bench(
             resolve(model),
             options.model_options(ctx),
             device=device,
-            prompts=_numbers(prompt, "--prompt"),
-            contexts=_numbers(contexts, "--context"),
+            prompts=options.numbers(prompt, "--prompt"),
+            contexts=options.numbers(contexts, "--context"),
             decode_tokens=decode_tokens,
             repeats=repeats,
             needs_gpu="" if plot is None else "--plot",
@@ -83,13 +84,3 @@ def bench(
             draw(report, file, FORMS[plot.suffix.lower()])
         say(f"{plot}: the roofline")
     print_json(report) if as_json else typer.echo(as_text(report))
-
-
-def _numbers(text: str | None, option: str) -> list[int] | None:
-    """Whole numbers above 0 between commas, each once, in order."""
-    if text is None:
-        return None
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
-        raise typer.BadParameter(f"{text!r}; expected whole numbers above 0, such as 128,512", param_hint=option)
-    return sorted({int(part) for part in parts})

@@ -25,6 +25,7 @@ def generate(
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
     canary: options.Canary = False,
+    tuning: options.Tuning = True,
     max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,

@@ -38,6 +38,14 @@ Canary = Annotated[
         help="Check every layer with a known token before each token: finds a GPU that was reset in silence. Slower.",
     ),
 ]
+Tuning = Annotated[
+    bool,
+    typer.Option(
+        "--tuning/--no-tuning",
+        metavar="",
+        help="Use what xinfer tune has chosen, where it has been run.",
+    ),
+]
 KVCache = Annotated[
     str,
     typer.Option(
@@ -138,6 +146,16 @@ def model_options(ctx: typer.Context) -> ModelOptions:
     if "vram_budget" in given:
         given["vram_budget"] = byte_count(given["vram_budget"])
     return ModelOptions(**given)
+
+
+def numbers(text: str | None, option: str) -> list[int] | None:
+    """Whole numbers above 0 between commas, each once, in order."""
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r}; expected whole numbers above 0, such as 128,512", param_hint=option)
+    return sorted({int(part) for part in parts})
 
 
 def sampling_values(ctx: typer.Context) -> dict[str, Any]:

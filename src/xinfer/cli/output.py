@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from xinfer.cli.status import ERROR
+
 if TYPE_CHECKING:
     from xinfer.llm import Chunk, Completion, Stream
     from xinfer.sampling import Sampled
@@ -79,8 +81,9 @@ def _statistics(completion: Completion) -> str:
     stats = completion.stats
     rate = f" {stats.decode_tokens_per_second:,.1f} tok/s" if stats.generated_tokens > 1 else ""
     cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
+    device = f"{stats.device}, tuned" if stats.tuned else stats.device
     return (
-        f"[{stats.device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
+        f"[{device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
         f"{stats.prefill_tokens_per_second:,.0f} tok/s, answer {stats.generated_tokens:,} tokens"
         f"{rate}, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
     )
@@ -139,4 +142,4 @@ def fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
             print_error(kind, message)
             sys.stdout.flush()
     say(f"error: {message}")
-    raise typer.Exit(1) from None
+    raise typer.Exit(ERROR) from None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from xinfer import ops
 from xinfer.gpu.api import Bindable, Buffer, BufferSlice, Device, Recording
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.weights import DeviceLayer, DeviceWeights
 from xinfer.kv_cache import BlockPool
 from xinfer.model.config import Qwen2Config
@@ -114,20 +115,6 @@ def _parts_bytes(config: Qwen2Config, n_rows: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """Variants that a step of one row uses in place of those that the ops would choose: ids by op, and splits.
-
-    With "layer" a layer is one dispatch, of so many `groups` that stay; with any other, it is not.
-    """
-
-    variants: Mapping[str, str] = field(
-        default_factory=dict
-    )  # "qkv", "attn", "o", "gate_up", "down", "logits", "layer"
-    n_splits: int | None = None  # of attention
-    groups: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """What every pass binds: weights, cache and tables, as they are in one generation of the pool."""
 
@@ -192,9 +179,11 @@ class Pass:
         self.gate, self.up = space.rows("gate", n), space.rows("up", n)  # (n, intermediate)
         self.state = space.states(n)[1]
         self._packed, self._parts = space.packed, space.parts
-        self._tuning = network.tuning if n == 1 and not self.tapped else Tuning()
+        tuning = Tuning() if self.tapped else network.tuning
+        self._tuned = tuning.products(n)  # variants by op
         self._layer_plan = network.layer_plan if whole_layers else None
         self._arrivals = 0  # of workgroups at barriers within a layer
+        attention = tuning.attention_for(network.max_keys) if n == 1 else None
         self._plan = ops.plan_attention(
             self.on,
             network.cache(0),
@@ -203,12 +192,9 @@ class Pass:
             max_keys=network.max_keys,
             turn=n == 1 and not self.tapped,
             exact=network.exact,
-            variant=self._tuned("attn"),
-            n_splits=self._tuning.n_splits,
+            variant=None if attention is None else attention.variant,
+            n_splits=None if attention is None else attention.n_splits,
         )
-
-    def _tuned(self, op: str) -> str | None:
-        return self._tuning.variants.get(op)
 
     @property
     def recording(self) -> Recording:
@@ -245,7 +231,7 @@ class Pass:
         x, h = self.x.rows(first, logits.n), self.h.rows(first, logits.n)
         weights, eps = self.network.weights, self.config.rms_norm_eps
         if self._fuses(x, weights.head):
-            variant = self._tuned("logits")
+            variant = self._tuned.get("logits")
             ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits", variant=variant)
         else:
             operand = self._normed(x, weights.norm, h, weights.head, "norm", "head")
@@ -273,7 +259,7 @@ class Pass:
         """q, k and v of x."""
         name, eps, qkv = f"layers.{i}", self.config.rms_norm_eps, self.qkv
         if self._fuses(self.x, w.qkv):
-            options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned("qkv")}
+            options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned.get("qkv")}
             ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
         else:
             operand = self._normed(self.x, w.input_ln, self.h, w.qkv, f"{name}.input_ln", name)
@@ -322,7 +308,7 @@ class Pass:
         """Add down(silu(gate) * up) to x."""
         name, eps = f"layers.{i}", self.config.rms_norm_eps
         if self._fuses(self.x, w.gate, swiglu=True):
-            norm, variant = (w.post_ln, eps), self._tuned("gate_up")
+            norm, variant = (w.post_ln, eps), self._tuned.get("gate_up")
             ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up", variant=variant)
             self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
             operand = self._operand(self.gate, w.down, name)
@@ -334,7 +320,8 @@ class Pass:
     def _gated(self, h: Rows | ops.PackedRows, w: DeviceLayer, name: str) -> Rows | ops.PackedRows:
         """silu(gate(h)) * up(h), as the product with down takes it."""
         if isinstance(h, ops.PackedRows) and self._packs(w.gate, h.n, swiglu=True):
-            ops.gate_up_packed(self.on, h, w.gate, w.up, self.gate, label=f"{name}.gate_up")
+            variant = self._tuned.get("gate_up")
+            ops.gate_up_packed(self.on, h, w.gate, w.up, self.gate, label=f"{name}.gate_up", variant=variant)
             self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
             return self._operand(self.gate, w.down, name)
         for rows, matrix, what in ((self.gate, w.gate, "gate"), (self.up, w.up, "up")):
@@ -402,12 +389,13 @@ class Pass:
         label: str,
     ) -> None:
         """`in_parts`: where tiles are few its sums may be divided, in memory that one product at a time has."""
+        op = label.rpartition(".")[2]
+        options: dict[str, Any] = {"bias": bias, "accumulate": accumulate, "label": label}
+        options["variant"] = self._tuned.get("gate_up" if op in ("gate", "up") else op)
         if isinstance(x, ops.PackedRows):
-            scratch = self._parts if in_parts else None
-            ops.linear_packed(self.on, x, w, out, bias=bias, accumulate=accumulate, scratch=scratch, label=label)
+            ops.linear_packed(self.on, x, w, out, scratch=self._parts if in_parts else None, **options)
         else:
-            variant = self._tuned(label.rpartition(".")[2])
-            ops.linear(self.on, x, w, out, bias=bias, accumulate=accumulate, label=label, variant=variant)
+            ops.linear(self.on, x, w, out, **options)
 
     def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
         return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)

@@ -15,10 +15,11 @@ from typing import NoReturn, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from xinfer.choice import Choice
 from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model.forward import Array, Tap, Tuning
-from xinfer.gpu_model.greedy import STEPS_AHEAD, Answer
+from xinfer.gpu_model.answer import STEPS_AHEAD, Answer
+from xinfer.gpu_model.forward import Array, Tap
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan, plan_for
@@ -26,6 +27,7 @@ from xinfer.gpu_model.options import Mode, ModelOptions
 from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.prompt import chunks_at_once, run_together
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
+from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move, layers_to_return
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import KVCache
@@ -48,7 +50,7 @@ _log = logging.getLogger("xinfer")
 class QwenModel:
     """A model resident on a device, made by `load`. One thread runs it at a time, the others wait.
 
-    `forward` is the reference's: the same arguments, logits and taps. `extend` and `greedy` are the fast path.
+    `forward` is the reference's: the same arguments, logits and taps. `extend` and `choose` are the fast path.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class QwenModel:
         exact: bool = False,
         quarantine: Iterable[str] = (),
         proved: Mapping[str, str] | None = None,
+        tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
         self.config = config
@@ -75,6 +78,7 @@ class QwenModel:
             exact=exact,
             quarantine=quarantine,
             proved=proved,
+            tuning=tuning,
             on_compile=on_compile,
         )
         self.given_up: list[str] = []  # kernels that it goes without, as their workgroups did not all run at one time
@@ -100,6 +104,7 @@ class QwenModel:
         split: Split | None = None,
         quarantine: Iterable[str] = (),
         proved: Mapping[str, str] | None = None,
+        tuning: Callable[[MemoryPlan], Tuning] | None = None,
         progress: Progress | None = None,
         on_compile: Progress | None = None,
     ) -> Self:
@@ -115,6 +120,8 @@ class QwenModel:
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
             proved: proofs by id of kernel variants that rely on what no API promises, and did well with this driver;
                 see `KernelSet`.
+            tuning: gives the variants that are preferred to those that ops would choose, for what has been planned;
+                those that cannot be used here are passed over, and it is not asked where `options` say so.
             progress: called with bytes read and bytes in all.
             on_compile: called with kernels made and kernels in all, each time that a recording takes new ones.
 
@@ -137,6 +144,7 @@ class QwenModel:
                 exact=options.exact,
                 quarantine=quarantine,
                 proved=proved,
+                tuning=tuning(plan) if tuning is not None and options.tuning else None,
                 on_compile=on_compile,
             )
         except BaseException:
@@ -224,7 +232,15 @@ class QwenModel:
                 begin += n
 
     def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
-        """The likeliest next token after `token`, the one after that, and so on, `limit` of them.
+        """As `choose`, the likeliest tokens; `n_valid` None allows the whole vocabulary."""
+        return self.choose(token, cache, Choice(n_valid=n_valid or self.config.vocab_size), limit=limit)
+
+    def can_choose(self, choice: Choice) -> bool:
+        """Whether `choose` takes this choice: else the logits have to be read."""
+        return self._steps.can_choose(choice)
+
+    def choose(self, token: int, cache: KVCache, choice: Choice, *, limit: int) -> Generator[int]:
+        """The token that is chosen behind `token`, the one after that, and so on, `limit` of them.
 
         `token`, and then each token but the last one yielded, is in the cache when a token is yielded. Steps are queued
         ahead of the reading; when the iterator is dropped, what they left behind the cache's length is overwritten.
@@ -232,14 +248,14 @@ class QwenModel:
         Args:
             token: what stands behind the cache.
             cache: what came before; it grows by a token a step.
+            choice: how, of which the device keeps count where penalties ask for it.
             limit: tokens at most.
-            n_valid: ids from here on are never chosen; None allows the whole vocabulary.
 
         Raises:
             NumericalError: a step made a NaN or an infinity; layer and op are named.
         """
         ids = checked_ids([token], self.config.vocab_size).tolist()
-        answer = Answer(self, self._steps, ids[0], cache, limit=limit, n_valid=n_valid or self.config.vocab_size)
+        answer = Answer(self, self._steps, ids[0], cache, choice, limit=limit)
         try:
             for n in range(answer.limit):
                 with self._lock:
@@ -287,7 +303,7 @@ class QwenModel:
             return step_seconds(self._steps, 0, patience=0.02)
 
     def tune(self, tuning: Tuning) -> None:
-        """Let decode steps use these variants; `Tuning()` goes back to what the ops choose."""
+        """Let recordings use these variants; `Tuning()` goes back to what the ops choose."""
         with self._lock:
             self._steps.tune(tuning)
 

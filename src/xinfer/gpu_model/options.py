@@ -28,6 +28,8 @@ class ModelOptions:
         exact: on matrix cores read prompts with activations of 22 bits, which is float32's accuracy; else they have 11,
             as f16 has, which is twice as fast. Without matrix cores, and for single tokens, they are float32 in either
             case.
+        tuning: prefer the kernels that `xinfer tune` has chosen for the model's shapes on the device, where it has been
+            run. Sums run in another order: greedy text may differ where two tokens are as good as equal.
 
     Raises:
         RequestError: a value is not among the known ones.
@@ -38,13 +40,15 @@ class ModelOptions:
     mode: Mode = "auto"
     vram_budget: int | None = None
     exact: bool = False
+    tuning: bool = True
 
     def __post_init__(self) -> None:
         for name, value, known in (("kv_cache", self.kv_cache, KV_TYPES), ("mode", self.mode, MODES)):
             if value not in known:
                 raise RequestError(f"{name}={value!r}; expected one of {', '.join(known)}")
-        if not isinstance(self.exact, bool):
-            raise RequestError(f"exact={self.exact!r}; expected True or False")
+        for name, switch in (("exact", self.exact), ("tuning", self.tuning)):
+            if not isinstance(switch, bool):
+                raise RequestError(f"{name}={switch!r}; expected True or False")
         budget = self.vram_budget
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 1):
             raise RequestError(f"vram_budget={budget!r}; expected a whole number of bytes, 1 or more")
@@ -58,3 +62,4 @@ class OptionValues(TypedDict, total=False):
     mode: Mode
     vram_budget: int | None
     exact: bool
+    tuning: bool

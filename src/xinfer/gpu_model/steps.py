@@ -8,25 +8,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from xinfer import ops
+from xinfer.choice import Choice
 from xinfer.gpu.api import Buffer, Device, Recording, Ticket
+from xinfer.gpu_model.drawing import Drawing
 from xinfer.gpu_model.forward import (
     Array,
     Network,
     Pass,
     Tap,
     TappedPass,
-    Tuning,
     Workspace,
     cache_blocks,
     download_rows,
 )
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan
+from xinfer.gpu_model.tuning import Sites, Tuning
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
 from xinfer.model.config import Qwen2Config
@@ -66,6 +68,7 @@ class Steps:
         exact: bool = False,
         quarantine: Iterable[str] = (),
         proved: Mapping[str, str] | None = None,
+        tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
         self.device = device
@@ -77,7 +80,7 @@ class Steps:
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
-        self._tuning = Tuning()
+        self.tuning = Tuning()  # what of it can be used here
         self._layer_variant: str | None = None  # of what runs a layer in one dispatch, where anything has
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
@@ -102,6 +105,9 @@ class Steps:
             self.logits_back = buffer(4 * vocab, "readback", "logits")
             self.ring = buffer(4 * RING, "readback", "chosen tokens")
             self._candidates = buffer(ops.argmax_scratch_bytes(1, vocab), "device", "argmax candidates")
+            self.drawing = Drawing(device, vocab)
+            held.callback(self.drawing.release)
+            self.tune(tuning or Tuning())
             self.network()
             self._held = held.pop_all()
 
@@ -134,7 +140,7 @@ class Steps:
             rope_table=table,
             scratch=scratch,
             max_keys=max_keys,
-            tuning=self._tuning,
+            tuning=self.tuning,
             exact=self.exact,
             layer_plan=self.layer_plan(max_keys),
         )
@@ -142,8 +148,8 @@ class Steps:
 
     def layer_plan(self, max_keys: int) -> LayerPlan | None:
         """How decode steps that see up to `max_keys` keys run a layer in one dispatch; None where they do not."""
-        tuning = self._tuning
-        if tuning != Tuning() and "layer" not in tuning.variants:
+        forced = self.tuning.layer
+        if forced is None and (self.tuning.decode or self.tuning.attention):
             return None
         plan = ops.plan_layer(
             self.kernels,
@@ -151,9 +157,8 @@ class Steps:
             cache_blocks(self.pool, self.config, 0),
             n_heads=self.config.num_attention_heads,
             max_keys=max_keys,
-            variant=tuning.variants.get("layer"),
-            n_groups=tuning.groups,
-            n_splits=tuning.n_splits if "layer" in tuning.variants else None,
+            variant=forced.variant if forced else None,
+            n_groups=forced.n_groups if forced else None,
         )
         if plan is not None:
             self._layer_variant = plan.variant.id
@@ -172,9 +177,21 @@ class Steps:
         self._generation = -1
 
     def tune(self, tuning: Tuning) -> None:
-        """Use these variants from now on; what was recorded is recorded again."""
-        self._tuning = tuning
+        """Use these variants from now on, those that can be used here; what was recorded is recorded again."""
+        self.tuning = self.sites().accepted(tuning) if tuning else tuning
         self._generation = -1
+
+    def sites(self) -> Sites:
+        """What kernels are chosen for."""
+        return Sites(
+            kernels=self.kernels,
+            layer=self._weights.layers[0],
+            head=self._weights.head,
+            cache=cache_blocks(self.pool, self.config, 0),
+            one={name: self.one.rows(name, 1) for name in ("x", "attn", "gate")},
+            max_rows=self.max_rows,
+            exact=self.exact,
+        )
 
     def layers_moved(self) -> None:
         """Forget what was recorded: layers lie elsewhere. Nothing is allocated."""
@@ -182,8 +199,20 @@ class Steps:
         if self._network is not None:
             self._network = replace(self._network)  # for those who ask whether it is still the same
 
+    def can_choose(self, choice: Choice) -> bool:
+        """Whether the device chooses so by itself."""
+        return choice.is_argmax or ops.can_sample(self.kernels, self.config.vocab_size)
+
+    def choosing(self, choice: Choice) -> Recording:
+        """The decode step of answers that choose so."""
+        return self.decode(choice.n_valid) if choice.is_argmax else self.draw()
+
+    def stage_choice(self, choice: Choice) -> tuple[str, ...]:
+        """Write what an answer's choice needs, behind `stage_one`; the segments that take it besides LOAD."""
+        return () if choice.is_argmax else self.drawing.stage(choice)
+
     def decode(self, n_valid: int) -> Recording:
-        """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
+        """A decode step that takes the best of the ids below n_valid: segments LOAD, STEP and READ."""
 
         def record(recording: Recording) -> None:
             recording.segment(LOAD)
@@ -196,8 +225,22 @@ class Steps:
 
         return self._kept(("decode", n_valid), record)
 
-    def record_step(self, recording: Recording, n_valid: int, *, timed: Timed = "no") -> None:
-        """One token through the network, and the choice of the next one."""
+    def draw(self) -> Recording:
+        """A decode step that draws as the staged choice wants it: segments LOAD, COUNTS, BIAS and STEP."""
+
+        def record(recording: Recording) -> None:
+            recording.segment(LOAD)
+            recording.barrier()
+            recording.copy(*self.one.states(1))
+            self.drawing.record_params(recording)
+            self.drawing.record_rest(recording)
+            recording.segment(STEP)
+            self.record_step(recording, None)
+
+        return self._kept(("draw", 0), record)
+
+    def record_step(self, recording: Recording, n_valid: int | None, *, timed: Timed = "no") -> None:
+        """One token through the network, and the choice of the next one: the best id below n_valid, or a drawn one."""
         recording.barrier()
         if timed != "no":
             recording.timestamp("begin")
@@ -205,17 +248,17 @@ class Steps:
         step.embed()
         self.record_layers(step, STEP)
         step.head(self.logits)
-        ops.argmax(
-            step.on,
-            self.logits,
-            step.state,
-            self.ring,
-            n_valid=n_valid,
-            ring_size=RING,
-            advance=True,
-            scratch=self._candidates,
-        )
-        step.done("argmax")
+        if n_valid is None:
+            self.drawing.record(step.on, self.logits, step.state, self.ring, ring_size=RING)
+        else:
+            ops.argmax(
+                *(step.on, self.logits, step.state, self.ring),
+                n_valid=n_valid,
+                ring_size=RING,
+                advance=True,
+                scratch=self._candidates,
+            )
+        step.done("sample" if n_valid is None else "argmax")
         if timed == "whole":
             recording.timestamp("step")
 
@@ -429,12 +472,9 @@ class Steps:
             ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
             for n in planned_rows(self.max_rows)
         ]
-        variant, n_splits = self._tuning.variants.get("attn"), self._tuning.n_splits
-        plans.append(
-            ops.plan_attention(
-                *(on, cache), n_heads=heads, n_rows=1, max_keys=max_keys, variant=variant, n_splits=n_splits
-            )
-        )
+        if (tuned := self.tuning.attention_for(max_keys)) is not None:
+            options: dict[str, Any] = {"variant": tuned.variant, "n_splits": tuned.n_splits}
+            plans.append(ops.plan_attention(on, cache, n_heads=heads, n_rows=1, max_keys=max_keys, **options))
         demands = [(plan.scratch_bytes, plan.counter_bytes) for plan in plans]
         whole = self.layer_plan(max_keys)
         if whole is not None:

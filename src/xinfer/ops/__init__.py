@@ -25,9 +25,10 @@ from xinfer.ops._base import (
     proofs,
     row_stride,
 )
+from xinfer.ops._capacity import Capacity, capacity_of
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
 from xinfer.ops._layer import LayerPlan, LayerRows, LayerTensors, Phase, decode_layer, plan_layer, resident_groups
-from xinfer.ops._linear import can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
+from xinfer.ops._linear import GEMV_ROWS_MAX, can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
 from xinfer.ops._packed import (
     PackedRows,
     can_pack,
@@ -40,6 +41,7 @@ from xinfer.ops._packed import (
     parts_bytes,
     sum_parts,
 )
+from xinfer.ops._sample import PARAM_BYTES, SEEN_IN_PROMPT, SampleParams, can_sample, sample, sample_scratch_bytes
 from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
@@ -48,11 +50,15 @@ __all__ = [
     "BAD_TOKEN",
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
+    "GEMV_ROWS_MAX",
     "HEAD_DIM_MAX",
+    "PARAM_BYTES",
+    "SEEN_IN_PROMPT",
     "STATE_BYTES",
     "UNUSED_POSITION",
     "AttentionPlan",
     "CacheBlocks",
+    "Capacity",
     "Format",
     "KernelSet",
     "LayerPlan",
@@ -65,6 +71,7 @@ __all__ = [
     "Recorder",
     "RowState",
     "Rows",
+    "SampleParams",
     "WantedKernels",
     "add",
     "argmax",
@@ -75,6 +82,8 @@ __all__ = [
     "can_pack",
     "can_pack_fused",
     "can_rope_append",
+    "can_sample",
+    "capacity_of",
     "decode_layer",
     "embed",
     "gate_up",
@@ -97,6 +106,8 @@ __all__ = [
     "rope",
     "rope_append",
     "row_stride",
+    "sample",
+    "sample_scratch_bytes",
     "sum_parts",
     "swiglu",
     "turn_attention",

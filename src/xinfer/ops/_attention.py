@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from xinfer.gpu.api import Bindable, Groups
 from xinfer.ops._base import MAX_TRIPS, CacheBlocks, Recorder, Rows, ceil_div, expect, span
+from xinfer.ops._capacity import Capacity
 from xinfer.shaders.catalog import (
     ATTENTION_DIM_MAX,
     ATTENTION_HEADS_A_LOAD,
@@ -20,12 +21,6 @@ from xinfer.shaders.catalog import (
     variants,
 )
 
-# Workgroups that keep a large GPU busy: one of 512 lanes, or four of 256, on each of an H200's multiprocessors. More
-# splits only make more to be put together (`benchmarks/h200.py --tune`).
-BUSY_GROUPS = 132
-BUSY_SMALL_GROUPS = 528
-BUSY_PREFILL_GROUPS = 256
-CPU_GROUPS = 8  # a software driver runs a few at a time
 COUNTER_BYTES = 16
 FEW_KEYS = 8192  # of all KV heads, up to which loads that few heads share are no loss
 
@@ -71,7 +66,7 @@ def plan_attention(
     few_keys = max_keys * cache.n_kv_heads <= FEW_KEYS
     chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=few_keys, exact=exact), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))
-    busy = CPU_GROUPS if on.kernels.device.info.kind == "cpu" else _busy_groups(chosen, n_rows)
+    busy = _busy_groups(chosen, n_rows, on.kernels.capacity)
     least = ATTENTION_TILED_SPLIT_KEYS if is_tiled(chosen) else BLOCK_TOKENS
     most = ATTENTION_TILED_SPLITS_MAX if is_tiled(chosen) else ATTENTION_SPLITS_MAX
     if not is_tiled(chosen) and not on.kernels.usable("attention.combine"):
@@ -301,10 +296,10 @@ def _prefill_trips(variant: Variant, head_dim: int, keys: int) -> int:
     return (ceil_div(keys, a_tile) + 2 * ATTENTION_QUERIES) * per_tile + sequences
 
 
-def _busy_groups(variant: Variant, n_rows: int) -> int:
+def _busy_groups(variant: Variant, n_rows: int, capacity: Capacity) -> int:
     if n_rows >= ATTENTION_TILED_ROWS_MAX:
-        return BUSY_PREFILL_GROUPS
-    return BUSY_GROUPS if variant.workgroup[0] >= 512 else BUSY_SMALL_GROUPS
+        return capacity.prefill_groups
+    return capacity.groups if variant.workgroup[0] >= 512 else capacity.small_groups
 
 
 def _groups(variant: Variant, n_heads: int, n_kv_heads: int, n_rows: int) -> tuple[int, int]:

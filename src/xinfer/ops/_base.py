@@ -14,6 +14,7 @@ from typing import Literal, Self
 from xinfer import shaders
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import Bindable, Device, Groups, Kernel, Recording
+from xinfer.ops._capacity import capacity_of
 from xinfer.shaders.catalog import FORMAT_BYTES, LOAD_BYTES, STATE_WORDS, Variant, variants
 
 Format = Literal["f32", "f16", "bf16"]
@@ -195,6 +196,7 @@ class KernelSet:
         on_make: Made | None = None,
     ) -> None:
         self.device = device
+        self.capacity = capacity_of(device.info)
         self.quarantine = frozenset(quarantine)
         self.proved = dict(proved or {})
         self._on_make: Made = on_make or (lambda _done, _total: None)

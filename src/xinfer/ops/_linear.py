@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from xinfer.gpu.api import Bindable
 from xinfer.ops._base import Matrix, MatrixSlice, Recorder, Rows, ceil_div, expect, fold, span
+from xinfer.ops._capacity import DISCRETE, Capacity
 from xinfer.shaders.catalog import (
     GEMV_FAST,
     GEMV_PLAIN,
@@ -18,8 +19,6 @@ from xinfer.shaders.catalog import (
 GEMV_ROWS_MAX = 8  # rows of activations up to which the weights are read once by a GEMV
 FLAG_BIAS, FLAG_ACCUMULATE = 1, 2
 
-# A GPU is busy when some hundred thousand lanes have loads in flight (an H200: 132 multiprocessors of 2,048 lanes).
-BUSY_LANES = 100_000
 LONG_LOADS = 512  # 16-byte loads from which on a row is long
 
 
@@ -40,7 +39,7 @@ def linear(
     """
     _check(x, w, out, bias, label)
     few = x.n <= GEMV_ROWS_MAX
-    candidates = gemv_candidates(w, x) if few else gemm_candidates(w, x.n)
+    candidates = gemv_candidates(w, x, capacity=on.kernels.capacity) if few else gemm_candidates(w, x.n)
     chosen = on.choose(candidates, variant)
     for part in w.slices:
         constants = _constants(x, w, part, out, bias=bias is not None, accumulate=accumulate)
@@ -71,7 +70,7 @@ def norm_linear(
     For one row of activations, where `can_fuse` says so; else rms_norm and linear.
     """
     _check(x, w, out, bias, label)
-    chosen = on.choose(gemv_candidates(w, x, norm=True), variant)
+    chosen = on.choose(gemv_candidates(w, x, norm=True, capacity=on.kernels.capacity), variant)
     for part in w.slices:
         constants = _constants(x, w, part, out, bias=bias is not None, accumulate=False)
         grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
@@ -104,7 +103,8 @@ def gate_up(
     """
     _check(x, gate, out, None, label)
     expect_alike(gate, up, label)
-    chosen = on.choose(gemv_candidates(gate, x, norm=norm is not None, swiglu=True), variant)
+    candidates = gemv_candidates(gate, x, norm=norm is not None, swiglu=True, capacity=on.kernels.capacity)
+    chosen = on.choose(candidates, variant)
     for part, up_part in zip(gate.slices, up.slices, strict=True):
         constants = _constants(x, gate, part, out, bias=False, accumulate=False)
         grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
@@ -127,7 +127,9 @@ def can_fuse(on: Recorder, x: Rows, w: Matrix, *, norm: bool = False, swiglu: bo
     return any(on.kernels.usable(name) for name in gemv_candidates(w, x, norm=norm, swiglu=swiglu))
 
 
-def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = False) -> list[str]:
+def gemv_candidates(
+    w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = False, capacity: Capacity = DISCRETE
+) -> list[str]:
     """Variants of a GEMV that fit the shapes, best first.
 
     Nearest to `gemv_layout` first.
@@ -138,7 +140,8 @@ def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = Fa
         for shape in GEMV_FAST
         if vector and w.format != "f32" and x.n <= shape.t_max and (shape.norm, shape.swiglu) == (norm, swiglu)
     ]
-    wanted_lanes, wanted_rows = gemv_layout(w.rows, w.columns // w.values_per_load, x.n, norm=norm, swiglu=swiglu)
+    loads = w.columns // w.values_per_load
+    wanted_lanes, wanted_rows = gemv_layout(w.rows, loads, x.n, norm=norm, swiglu=swiglu, capacity=capacity)
 
     def distance(shape: GemvShape) -> tuple[int, bool, int, int]:
         return (
@@ -150,25 +153,29 @@ def gemv_candidates(w: Matrix, x: Rows, *, norm: bool = False, swiglu: bool = Fa
     return [gemv_id(w.format, shape) for shape in (*sorted(fitting, key=distance), *plain)]
 
 
-def gemv_layout(rows: int, loads: int, x_rows: int, *, norm: bool = False, swiglu: bool = False) -> tuple[int, int]:
+def gemv_layout(
+    rows: int, loads: int, x_rows: int, *, norm: bool = False, swiglu: bool = False, capacity: Capacity = DISCRETE
+) -> tuple[int, int]:
     """(lanes of a set, rows a set walks over) for a matrix, or a pair, of `rows` rows of `loads` 16-byte loads.
 
-    For one row of activations, the best of every layout at the shapes of 0.5B, 1.5B and 7B on an H200
-    (`benchmarks/h200.py --tune`, benchmarks/LOG.md): long rows are shared by more lanes; rows that walk together share
-    what is read of x and of the norm's weight.
+    For one row of activations, the best of every layout at the shapes of 0.5B, 1.5B and 7B on an H200 (`xinfer tune`,
+    benchmarks/LOG.md): long rows are shared by more lanes; rows that walk together share what is read of x and of the
+    norm's weight.
     """
+    busy = capacity.lanes
     if x_rows > 1:
-        few = rows * 32 < BUSY_LANES and loads >= 4 * 32
-        return (128, 1) if few else (32, 2)
-    if swiglu:
-        return 32, 2 if rows * 64 >= BUSY_LANES else 1
-    if norm and rows * 64 >= 2.5 * BUSY_LANES:
-        return 64, 4
-    if rows * 32 >= 10 * BUSY_LANES:
-        return 32, 2
-    if loads >= LONG_LOADS and not norm:
-        return (256, 1) if loads >= 4 * LONG_LOADS else (128, 1)
-    return 64, 2 if rows * 64 >= BUSY_LANES + BUSY_LANES // 4 else 1
+        lanes, together = (128, 1) if rows * 32 < busy and loads >= 4 * 32 else (32, 2)
+    elif swiglu:
+        lanes, together = 32, 2 if rows * 64 >= busy else 1
+    elif norm and rows * 64 >= 2.5 * busy:
+        lanes, together = 64, 4
+    elif rows * 32 >= 10 * busy:
+        lanes, together = 32, 2
+    elif loads >= LONG_LOADS and not norm:
+        lanes, together = (256, 1) if loads >= 4 * LONG_LOADS else (128, 1)
+    else:
+        lanes, together = 64, 2 if rows * 64 >= busy + busy // 4 else 1
+    return max(lanes, capacity.set_lanes), together
 
 
 def gemv_rows(variant: Variant) -> int:

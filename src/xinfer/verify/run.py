@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine
+from xinfer.tuning_file import TuningFile
 from xinfer.verify.culprit import diagnose, first_not_finite
 from xinfer.verify.oracle import Oracle
 from xinfer.verify.report import Verified, as_dict
@@ -37,12 +39,13 @@ def verify(
 
     Args:
         folder: the checkpoint.
-        device: as `xinfer.gpu.open_device` takes it. What `xinfer doctor` put in quarantine is not used.
+        device: as `xinfer.gpu.open_device` takes it. What `xinfer doctor` put in quarantine is not used, and
+            what `xinfer tune` has chosen is.
         against: another device or API; the report then holds its report, and a verdict on the two.
         n_steps: decode steps behind a short and a long prompt.
         longest: tokens of the longest prompt; None: 513, or less on a software driver that would take minutes.
         progress: called with "load", "compile" or "verify", what is done and what there is to do.
-        warn: told what is wrong with the quarantine file.
+        warn: told what is wrong with the files of the quarantine and of `xinfer tune`.
 
     Raises:
         DeviceError: there is no such device, or it fails.
@@ -75,13 +78,13 @@ def _verify_on(
     with opened as device, ModelWeights.open(folder) as weights:
         kept = Quarantine(warn=warn)
         quarantine = kept.variants_for(device.info)
-        with QwenModel.load(
-            *(weights, device),
-            quarantine=quarantine,
-            proved=kept.proved_for(device.info),
-            progress=staged("load"),
-            on_compile=staged("compile"),
-        ) as model:
+        kernels: dict[str, Any] = {
+            "quarantine": quarantine,
+            "proved": kept.proved_for(device.info),
+            "tuning": partial(TuningFile(warn=warn).preferred, device.info),
+        }
+        told: dict[str, Any] = {"progress": staged("load"), "on_compile": staged("compile")}
+        with QwenModel.load(weights, device, **kernels, **told) as model:
             oracle = Oracle(weights)
             session = Session(model, oracle, n_steps=n_steps, longest=longest, progress=staged("verify"))
             session.run()

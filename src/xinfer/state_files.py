@@ -1,0 +1,56 @@
+"""Small files in which programs remember something: written whole or not at all, by one program at a time."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+LOCK_S = 10.0  # another writer takes milliseconds
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put a file in place of what was there. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
+        partial = Path(file.name)
+        file.write(data)
+    try:
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Nobody else between reading and writing a file, by a lock beside it: for as long as others give it up in time.
+
+    Where there are no locks, as on some network drives, all goes on without; what cannot be written is told elsewhere.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.with_name(path.name + ".lock").open("ab"))
+            end = time.monotonic() + LOCK_S
+            while not _lock(file.fileno()) and time.monotonic() < end:
+                time.sleep(0.01)
+        yield
+
+
+def _lock(descriptor: int) -> bool:
+    """Take a file's lock, which is given back when it is closed; whether it could be had."""
+    try:
+        if sys.platform == "win32":
+            import msvcrt
+
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # it is another's
+        return False
+    return True
