@@ -1,6 +1,7 @@
 """Speculative decoding by prompt lookup beside plain decode: tokens a pass, speed, and the same tokens.
 
     python benchmarks/speculation.py [MODEL] [--device vulkan] [--vram-budget 4GB] [--guesses 3,7,15] [--tokens N]
+                                     [--characters N] [--turns N]
 
 Prompts are made of the repository's own files: code of which a part is to be written again, a text that is told twice
 and is to be told once more, and, where little should be gained, a text that is only continued. Plain and speculative
@@ -18,14 +19,13 @@ from xinfer import LLM
 from xinfer.cli.options import byte_count
 
 ROOT = Path(__file__).resolve().parent.parent
-TURNS = 3
 
 
-def prompts() -> dict[str, str]:
-    """By what they are like."""
-    code = (ROOT / "src/xinfer/gpu_model/speculation.py").read_text(encoding="utf-8")
+def prompts(characters: int) -> dict[str, str]:
+    """By what they are like; at most so many characters of a file."""
+    code = (ROOT / "src/xinfer/gpu_model/speculation.py").read_text(encoding="utf-8")[:characters]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    told = readme[: readme.index("## Two commands")].strip()
+    told = readme[: readme.index("## Two commands")].strip()[:characters]
     return {
         "code": f"{code}\n\n# The same file once more, with other comments:\n\n{code[:300]}",
         "summary": f"{told}\n\nIn short, once more:\n\n{told}\n\nIn short, once more:\n\n{told[:80]}",
@@ -40,11 +40,11 @@ def main() -> int:
     budget = byte_count(arguments.vram_budget)
     with LLM(arguments.model, device=arguments.device, vram_budget=budget, mode=arguments.mode) as llm:
         print(f"{llm.device}; {llm.streaming or 'every layer is resident'}; greedy, {arguments.tokens} tokens")
-        for name, prompt in prompts().items():
+        for name, prompt in prompts(arguments.characters).items():
             speeds: dict[int, list[float]] = {}
             rates: dict[int, tuple[float, float]] = {}
             plain: tuple[int, ...] = ()
-            for turn in range(1 + TURNS):
+            for turn in range(1 + arguments.turns):
                 for n in (0, *guesses):
                     answer = llm.generate(
                         prompt,
@@ -84,6 +84,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--vram-budget")
     parser.add_argument("--guesses", default="3,7,15")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--characters", type=int, default=10_000)
+    parser.add_argument("--turns", type=int, default=3)
     return parser.parse_args()
 
 
