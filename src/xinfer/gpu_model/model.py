@@ -265,14 +265,16 @@ class QwenModel:
     def _speculated(self, token: int, cache: KVCache, choice: Choice, limit: int) -> Generator[int]:
         """As `choose`, with guesses that are checked together; a token joins the cache when it is yielded."""
         lookup, tally = Lookup([*cache.ids, token]), choice.tally
-        left = min(limit, cache.capacity - cache.length)
+        left, width = min(limit, cache.capacity - cache.length), choice.speculate
         while left:
             with self._lock:
                 self._keep_within_budget()
-                rows = [token, *lookup.guess(min(choice.speculate, left - 1))]
+                rows = [token, *lookup.guess(min(width, left - 1))]
                 self._reserve(cache, cache.length + len(rows))
                 chosen = self._checked(rows, cache, choice)
             n = agreement(rows[1:], chosen)
+            # Where guesses go wrong few are made, and more again as they come true.
+            width = n + 1 if n < len(rows) - 1 else min(2 * width, choice.speculate)
             tally.guessed += len(rows) - 1
             tally.accepted += n
             for fed, found in zip(rows[: n + 1], chosen, strict=False):
