@@ -1,6 +1,7 @@
 """Models larger than the memory they are given: tokens a second, and the bus's share of the time.
 
-    python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16,72b:40] [--device NAME] [--json FILE] [--timeline FILE.svg]
+    python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16,72b:40] [--device NAME] [--turns N] [--warm TOKENS]
+                                   [--tokens TOKENS] [--in-flight N] [--json FILE] [--timeline FILE.svg]
 
 Random f16 weights in the shapes of Qwen2.5; a few distinct layers are repeated as often as the shape has layers, and
 every one is sent each time. The bus is measured in the same run, by the same transfers without a model. Runs of one
@@ -14,6 +15,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -53,8 +55,7 @@ LARGE: dict[str, dict[str, Any]] = {
     },
 }
 DISTINCT = 3
-PROMPT_TOKENS, N_TOKENS, WARM = 512, 8, 3
-ROOM = PROMPT_TOKENS + 64  # tokens of the cache
+PROMPT_TOKENS = 512
 
 
 @contextmanager
@@ -115,57 +116,69 @@ def bus_speed(device: Device, size: int = 512 << 20, times: int = 32) -> float:
 
 
 def run(
-    size: str, budget: int | None, device: Device, base: Path | None, bus: float, picture: Path | None
+    size: str, budget: int | None, device: Device, base: Path | None, bus: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Decode and prefill of one size in a budget."""
+    """Decode and prefill of one size in a budget; predicted and measured in turns: machines change their speed."""
+    room = PROMPT_TOKENS + arguments.warm + arguments.tokens + 32  # and the picture's
+    options, found = ModelOptions(vram_budget=budget, context=room), dict[str, Any]()
+    shares: dict[str, list[float]] = {}
     with repeated(size, base) as weights:
-        predicted = predict(weights, device, ModelOptions(vram_budget=budget, context=ROOM))
-        began = time.perf_counter()
-        with QwenModel.load(weights, device, ModelOptions(vram_budget=budget, context=ROOM)) as model:
-            loaded = time.perf_counter() - began
-            prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, PROMPT_TOKENS)
-            cache = model.make_cache(ROOM)
+        for turn in range(arguments.turns):
+            predicted = predict(weights, device, options)
             began = time.perf_counter()
-            model.extend(prompt[:-1], cache)
-            prefill = len(prompt) / (time.perf_counter() - began)
-            tokens = model.greedy(int(prompt[-1]), cache, limit=N_TOKENS + WARM)
-            chosen = [next(tokens) for _ in range(WARM)]
-            sent, began = model.bytes_sent, time.perf_counter()
-            chosen += list(tokens)
-            seconds = (time.perf_counter() - began) / N_TOKENS
-            split = model.plan.split
-            a_token = sum(model.plan.layout.layers[i].size for i in split.streamed)
-            found = {
-                "size": size,
-                "budget": budget,
-                "streamed": len(split.streamed),
-                "slots": split.n_slots,
-                "pinned": split.pinned,
-                "rows": model.plan.rows,
-                "peak": device.memory().peak,
-                "load_seconds": loaded,
-                "tokens_per_second": 1 / seconds,
-                "bytes_a_token": a_token,
-                "sent_while_measured": model.bytes_sent - sent,
-                "bus_share": a_token / seconds / bus,
-                "prefill_512": prefill,
-                "predicted": {
+            with QwenModel.load(weights, device, options) as model:
+                found = {"size": size, "budget": budget, "load_seconds": time.perf_counter() - began}
+                found |= measured(model, bus, room, arguments.warm, arguments.tokens)
+                foretold = {
                     "load_seconds": predicted.load_seconds,
                     "tokens_per_second": 1 / predicted.token_seconds_at_context,
                     "peak": predicted.vram,
-                },
-                "tokens": chosen,
-            }
-            if picture and split.streamed:
-                title = f"{size} in {device.memory().peak / 1e9:.1f} GB on {device.info.name}"
-                found["timeline"] = timeline.write(model, picture, title)
+                }
+                for name, value in foretold.items():
+                    shares.setdefault(name, []).append(value / found[name])
+                picture = arguments.timeline if turn == arguments.turns - 1 else None
+                if picture and model.plan.split.streamed:
+                    title = f"{size} in {device.memory().peak / 1e9:.1f} GB on {device.info.name}"
+                    found["timeline"] = timeline.write(model, picture, title)
     device.limit_memory(None)
-    return found
+    return found | {"predicted_over_measured": shares}
+
+
+def measured(model: QwenModel, bus: float, room: int, warm: int, n_tokens: int) -> dict[str, Any]:
+    """A prompt, tokens that are not measured, and tokens that are."""
+    prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, PROMPT_TOKENS)
+    cache, split = model.make_cache(room), model.plan.split
+    began = time.perf_counter()
+    model.extend(prompt[:-1], cache)
+    prefill = len(prompt) / (time.perf_counter() - began)
+    tokens = model.greedy(int(prompt[-1]), cache, limit=warm + n_tokens)
+    chosen = [next(tokens) for _ in range(warm)]
+    sent, began = model.bytes_sent, time.perf_counter()
+    chosen += list(tokens)
+    seconds = (time.perf_counter() - began) / n_tokens
+    a_token = model.plan.a_token
+    return {
+        "streamed": len(split.streamed),
+        "slots": split.n_slots,
+        "pinned": split.pinned,
+        "rows": model.plan.rows,
+        "peak": model.device.memory().peak,
+        "tokens_per_second": 1 / seconds,
+        "bytes_a_token": a_token,
+        "sent_while_measured": model.bytes_sent - sent,
+        "bus_share": a_token / seconds / bus,
+        "prefill_512": prefill,
+        "tokens": chosen,
+    }
 
 
 def against(found: dict[str, Any]) -> str:
     """What had been predicted, as a share of what was then measured."""
-    shares = [f"{name} {value / found[name]:.2f}" for name, value in found["predicted"].items()]
+    shares = [
+        f"{name} {statistics.median(values):.2f}"
+        + (f" ({min(values):.2f} to {max(values):.2f} in {len(values)} turns)" if len(values) > 1 else "")
+        for name, values in found["predicted_over_measured"].items()
+    ]
     text = f"predicted over measured: {', '.join(shares)}"
     if "timeline" in found:
         of_step = found["timeline"]
@@ -179,6 +192,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", default="7b:2,7b:4,7b:8,7b:12,7b:0,32b:16", help="SIZE:GB; 0 is no budget")
     parser.add_argument("--device", default="vulkan")
+    parser.add_argument("--turns", type=int, default=1, help="predict and measure so often in turn")
+    parser.add_argument("--warm", type=int, default=3, help="tokens before those that are measured")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens that are measured")
+    parser.add_argument("--in-flight", type=int, help="transfers in the queue at most, in place of 20")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="a picture of one step")
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; /dev/shm where there is one")
@@ -189,13 +206,15 @@ def main() -> int:
     assert device is not None
     results: list[dict[str, Any]] = []
     with device:
+        if arguments.in_flight:
+            device._transfers.most = arguments.in_flight  # type: ignore[attr-defined]
         bus = bus_speed(device, min(512 << 20, device.memory().free // 8))
         print(f"{device.info.name}: the bus moves {bus / 1e9:.1f} GB/s", flush=True)
         for wanted in arguments.runs.split(","):
             size, _, budget = wanted.partition(":")
             limit = round(float(budget) * 1e9) or None
             try:
-                found = run(size, limit, device, base, bus, arguments.timeline)
+                found = run(size, limit, device, base, bus, arguments)
             except Exception as error:  # one that does not fit must not end the others
                 print(f"{wanted}: {type(error).__name__}: {error}", flush=True)
                 device.limit_memory(None)

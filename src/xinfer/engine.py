@@ -17,6 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from xinfer.choice import Choice
 from xinfer.errors import ContextLengthError, RequestError
 from xinfer.sampling import Sampled, Sampler
 
@@ -57,7 +58,7 @@ class Model(Protocol[C]):
 
 @runtime_checkable
 class QueuedModel(Protocol[C_contra]):
-    """What a model may offer besides: prompts without logits, and greedy steps queued ahead of their reading."""
+    """What a model may offer besides: prompts without logits, and tokens that it chooses in steps queued ahead."""
 
     def tokens_at_once(self) -> int:
         """Tokens of a prompt that take hardly longer together than a part of them: weights come once for all."""
@@ -67,8 +68,11 @@ class QueuedModel(Protocol[C_contra]):
     ) -> None:
         """Append `tokens` (T,) to the cache. `progress` is told how many of them are as good as done."""
 
-    def greedy(self, token: int, cache: C_contra, *, limit: int, n_valid: int | None = None) -> Generator[int]:
-        """The likeliest token below n_valid after `token`, then the one after that, `limit` of them.
+    def can_choose(self, choice: Choice) -> bool:
+        """Whether `choose` takes this choice."""
+
+    def choose(self, token: int, cache: C_contra, choice: Choice, *, limit: int) -> Generator[int]:
+        """The token chosen after `token`, then the one after that, `limit` of them.
 
         When a token is yielded, everything before it is in the cache. The generator may be closed at any token.
         """
@@ -158,10 +162,16 @@ class Engine(Generic[C]):
         with self._turn():
             self.queued.extend(np.asarray(tokens, dtype=np.int64), cache, progress=progress)
 
-    def greedy(self, token: int, cache: C, *, limit: int, n_valid: int) -> Generator[int]:
-        """The greedy tokens of a `queued` model."""
+    def can_choose(self, choice: Choice) -> bool:
+        """Whether a `queued` model chooses so by itself."""
         assert self.queued is not None
-        with closing(self.queued.greedy(token, cache, limit=limit, n_valid=n_valid)) as tokens:
+        with self._turn():
+            return self.queued.can_choose(choice)
+
+    def choose(self, token: int, cache: C, choice: Choice, *, limit: int) -> Generator[int]:
+        """The tokens that a `queued` model chooses."""
+        assert self.queued is not None
+        with closing(self.queued.choose(token, cache, choice, limit=limit)) as tokens:
             for _ in range(limit):
                 with self._turn():
                     chosen = next(tokens)
@@ -266,9 +276,9 @@ class Session(Generic[C]):
             logits = self._prefill(prompt_ids, reused, on_prefill)
         else:
             self._extend(prompt_ids, reused, on_prefill)
-            n_valid = sampler.argmax_below
-            if n_valid is not None:
-                yield from self._greedy(prompt_ids[-1], limit, n_valid)
+            choice = sampler.choice
+            if choice is not None and self._engine.can_choose(choice):
+                yield from self._chosen(prompt_ids[-1], choice, limit)
                 return
             logits = self._append(prompt_ids[-1:])
         for n in range(limit):
@@ -304,8 +314,8 @@ class Session(Generic[C]):
             tell(len(chunk))
             begin += len(chunk)
 
-    def _greedy(self, token: int, limit: int, n_valid: int) -> Iterator[Sampled]:
-        answer = self._engine.greedy(token, self._cache, limit=limit, n_valid=n_valid)
+    def _chosen(self, token: int, choice: Choice, limit: int) -> Iterator[Sampled]:
+        answer = self._engine.choose(token, self._cache, choice, limit=limit)
         with self._repaired(), closing(answer) as tokens:
             for chosen in tokens:
                 self._ids.append(token)

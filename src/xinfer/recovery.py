@@ -19,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xinfer.choice import Choice
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, Loss, NumericalError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model import Canary, QwenModel, canary_ids
@@ -164,20 +165,26 @@ class RecoveringModel(Generic[L]):
         """As `QwenModel.extend`."""
         self._run("reading the prompt", lambda model: model.extend(tokens, cache.on(model), progress=progress), cache)
 
-    def greedy(self, token: int, cache: SafeCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
-        """As `QwenModel.greedy`. Tokens that were queued on a lost device are queued again on the next."""
-        left = limit
-        while left:
+    def can_choose(self, choice: Choice) -> bool:
+        """As `QwenModel.can_choose`."""
+        return self._run("a step", lambda model: model.can_choose(choice))
+
+    def choose(self, token: int, cache: SafeCache, choice: Choice, *, limit: int) -> Generator[int]:
+        """As `QwenModel.choose`. Tokens that were queued on a lost device are queued again on the next."""
+        made: list[int] = []
+        while len(made) < limit:
             model = self._run("a step", self._with(cache), cache)
-            with closing(model.greedy(token, cache.on(model), limit=left, n_valid=n_valid)) as tokens:
-                while left:
+            left = limit - len(made)
+            with closing(model.choose(token, cache.on(model), choice.after(made), limit=left)) as tokens:
+                while len(made) < limit:
                     try:
                         chosen = self._next(model, tokens, cache)
                     except StopIteration:  # the cache is full
                         return
                     if chosen is None:
                         break
-                    token, left = chosen, left - 1
+                    token = chosen
+                    made.append(chosen)
                     yield chosen
 
     def chosen(self) -> str:
@@ -202,7 +209,7 @@ class RecoveringModel(Generic[L]):
         return ready
 
     def _next(self, model: QwenModel, tokens: Generator[int], cache: SafeCache) -> int | None:
-        """The next greedy token; None where the device was lost, now or meanwhile by another thread's call.
+        """The next chosen token; None where the device was lost, now or meanwhile by another thread's call.
 
         Raises StopIteration where there is none.
         """

@@ -21,12 +21,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from xinfer.choice import Choice
 from xinfer.errors import NumericalError, RequestError
 
 MAX_STOPS = 64
 MAX_STOP_LENGTH = 4096
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
+
+# Beyond these only float64 will do.
+WARMEST = 1e6
+LARGEST_FLOAT32_SCORE = 1e30
 
 # Larger than any logit can usefully become, and small enough that sums of two stay finite in float64.
 _LARGEST_SCORE = 1e300
@@ -165,16 +170,39 @@ class Sampler:
         self._weights = np.empty(vocab_size)
 
     @property
-    def argmax_below(self) -> int | None:
-        """The id below which `sample` takes the largest logit, the lowest id on ties; None where it does more."""
-        penalties = (self.repetition_penalty != 1.0, self.params.presence_penalty, self.params.frequency_penalty)
-        if self.temperature != 0.0 or any(penalties) or self._bias.size or self.params.logprobs is not None:
+    def choice(self) -> Choice | None:
+        """What `sample` does, for a device to do it alone; None where it takes more than that, or float64's range.
+
+        Of the same logits it is the same token, but where two borders are as near as float32 is exact.
+        """
+        if self.params.logprobs is not None or self.temperature > WARMEST or not self._fits_float32():
             return None
-        if self._invalid is None:
-            return self.vocab_size
-        first = int(self._invalid[0])
-        ends_there = first > 0 and self._invalid.size == self.vocab_size - first
-        return first if ends_there else None
+        invalid = np.zeros(self.vocab_size, np.bool_)
+        invalid[self._invalid if self._invalid is not None else []] = True
+        bias = dict(zip(self._bias_ids.tolist(), self._bias.tolist(), strict=True))
+        n_valid = self.vocab_size - int(invalid[::-1].argmin()) if not invalid.all() else 0
+        bias |= dict.fromkeys(np.flatnonzero(invalid[:n_valid]).tolist(), -math.inf)
+        if n_valid == sum(1 for i, value in bias.items() if i < n_valid and value == -math.inf):
+            return None  # nothing is allowed: `sample` says so
+        return Choice(
+            n_valid=n_valid,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.params.presence_penalty,
+            frequency_penalty=self.params.frequency_penalty,
+            bias=bias,
+            prompt_ids=np.flatnonzero(self._seen).tolist(),
+        )
+
+    def _fits_float32(self) -> bool:
+        """Whether bias and penalty stay far from the ends of float32."""
+        sizes = np.abs(self._bias[self._bias > -np.inf])
+        repetition = max(self.repetition_penalty, 1 / self.repetition_penalty)
+        return repetition < LARGEST_FLOAT32_SCORE and bool((sizes < LARGEST_FLOAT32_SCORE).all())
 
     def sample(self, logits: NDArray[np.float32], position: int) -> Sampled:
         """Draw the token that follows `logits` (vocab_size,) and count it.

@@ -15,6 +15,7 @@ from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Buffer, BufferKind, Device, MemoryStatus
 from xinfer.gpu_model import ModelOptions, QwenModel, watch
 from xinfer.gpu_model import model as model_module
+from xinfer.gpu_model import weights as weights_module
 from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move, layers_to_return
 from xinfer.model.synthetic import SyntheticSpec
@@ -242,6 +243,19 @@ def test_a_host_without_room_for_all_of_them_gets_none(
         assert len(copies) >= 8
         assert all(buffer.released for buffer in copies)  # type: ignore[attr-defined]
         assert model.plan.split == RESIDENT
+
+
+def test_no_layer_moves_to_a_host_that_has_no_memory_left(
+    device: Device, checkpoint: CheckpointFactory, exceed: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ModelWeights.open(checkpoint(SPEC)) as weights, QwenModel.load(weights, device) as model:
+        monkeypatch.setattr(weights_module, "available_memory", lambda: 3 * model.plan.layout.slot_bytes - 1)
+        exceed(model.plan.layout.slot_bytes)
+        model.forward(IDS, last_only=True)
+        assert model.plan.split == RESIDENT
+        monkeypatch.setattr(weights_module, "available_memory", lambda: 3 * model.plan.layout.slot_bytes)
+        model.forward(IDS, last_only=True)
+        assert len(model.plan.split.streamed) == 3
 
 
 def test_a_budget_that_suffices_moves_nothing(

@@ -44,7 +44,8 @@ PathDevice = VulkanDevice | D3D12Device
 
 def paths() -> list[str]:
     on_vulkan = [*PATHS] if any(selector.startswith("vulkan") for selector in BACKENDS) else []
-    return on_vulkan + [selector for selector in BACKENDS if selector.startswith("d3d12")]
+    on_d3d12 = [selector for selector in BACKENDS if selector.startswith("d3d12")]
+    return on_vulkan + on_d3d12 + [f"{selector} direct" for selector in on_d3d12]
 
 
 @pytest.fixture(scope="module", params=paths())
@@ -54,7 +55,8 @@ def shared_path_device(
     if request.param in PATHS:
         yield open_vulkan_for_module(PATHS[request.param])
         return
-    with D3D12Device(int(request.param.partition(":")[2] or 0), debug=VALIDATION) as device:
+    selector, _, direct = request.param.partition(" ")
+    with D3D12Device(int(selector.partition(":")[2] or 0), debug=VALIDATION, direct=bool(direct)) as device:
         yield device
     assert device.live_objects() == {}
 
@@ -231,6 +233,21 @@ def test_transfers_take_no_staging_memory(path_device: PathDevice) -> None:
     path_device.flush_uploads()
     assert path_device.live_objects()[memory] == before
     assert path_device.download(target) == data
+    source.release()
+    target.release()
+
+
+def test_an_upload_comes_behind_the_transfer_before(path_device: PathDevice) -> None:
+    """Also where the host writes in place, and the transfer takes its time."""
+    size = 4 * staging.CHUNK
+    source, target = path_device.create_buffer(size, "upload"), path_device.create_buffer(size)
+    data = words(size // 4)
+    source.write(data.tobytes())
+    for value in (1, 2, 3):
+        path_device.transfer(source, target)
+        path_device.upload(target[size - 64 :], bytes([value]) * 64)
+        data.view(np.uint8)[-64:] = value
+        assert path_device.download(target) == data.tobytes()
     source.release()
     target.release()
 

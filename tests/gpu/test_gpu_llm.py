@@ -82,7 +82,7 @@ def test_greedy_text_is_the_cpus(llm: LLM, cpu_llm: LLM, shared_device: Device, 
     ],
 )
 def test_sampled_text_is_the_cpus(llm: LLM, cpu_llm: LLM, values: dict[str, Any]) -> None:
-    """Everything but plain greedy reads the logits back, and the CPU's sampler does the same with them."""
+    """The device draws, but where log probabilities are asked for: then the CPU's sampler does, of its logits."""
     found, expected = (one.generate("the sea", max_tokens=30, ignore_eos=True, **values) for one in (llm, cpu_llm))
     assert found.token_ids == expected.token_ids
     if values.get("logprobs"):
@@ -218,7 +218,7 @@ def test_the_contexts_end(shared_device: Device, checkpoint: CheckpointFactory) 
 
 
 def test_holes_in_the_vocabulary_are_never_chosen(llm: LLM) -> None:
-    """A hole below the last valid id: greedy steps on the device cannot leave it out, so logits are read."""
+    """A hole below the last valid id, which a bias forbids."""
     free = llm.generate("the sea", max_tokens=10, **GREEDY).token_ids
     invalid = llm._invalid_ids.copy()
     invalid[free[0]] = True

@@ -19,11 +19,12 @@ from safetensors.numpy import load_file, save_file
 from tests.conftest import CheckpointFactory
 
 import build_shaders
+from xinfer.choice import Choice
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
 from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
 from xinfer.gpu_model import ModelOptions, QwenModel, loading, memory
 from xinfer.gpu_model import model as model_module
-from xinfer.gpu_model.greedy import STEPS_AHEAD
+from xinfer.gpu_model.answer import STEPS_AHEAD
 from xinfer.gpu_model.layout import WeightsLayout
 from xinfer.gpu_model.steps import READ, STEP
 from xinfer.model.names import global_tensor_name, layer_tensor_name
@@ -31,9 +32,17 @@ from xinfer.model.reference import ReferenceModel, RoundTo
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import BAD_TOKEN
+from xinfer.sampling import Sampler, SamplingParams
 
 Array = NDArray[np.float32]
 LIMIT = 1e-4
+SAMPLED: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_k": 20,
+    "seed": 3,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.5,
+}
 PROMPT = [3, 141, 59, 26, 5, 35, 89, 79, 32]
 
 
@@ -102,10 +111,14 @@ def continued(model: QwenModel, prompt: Sequence[int], n: int, *, capacity: int 
 
 
 def greedy(model: QwenModel, prompt: Sequence[int], n: int, *, capacity: int = 400) -> Iterator[int]:
+    return sampled(model, prompt, n, Choice(n_valid=model.config.vocab_size), capacity=capacity)
+
+
+def sampled(model: QwenModel, prompt: Sequence[int], n: int, choice: Choice, *, capacity: int = 400) -> Iterator[int]:
     cache = model.make_cache(capacity)
     if len(prompt) > 1:
         model.extend(prompt[:-1], cache)
-    return model.greedy(prompt[-1], cache, limit=n)
+    return model.choose(prompt[-1], cache, choice, limit=n)
 
 
 def change(folder: Path, edit: Callable[[dict[str, NDArray[Any]]], None]) -> None:
@@ -316,17 +329,19 @@ def test_greedy_gives_what_single_steps_give(device: Device, checkpoint: Checkpo
             assert list(greedy(model, prompt, 40)) == continued(model, prompt, 40)
 
 
+@pytest.mark.parametrize("kind", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
-    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
 ) -> None:
     events: list[str] = []
     with on(device, checkpoint("gqa")) as model:
         submit, wait, download = device.submit, device.wait, device.download
-        list(greedy(model, PROMPT, 3))  # recordings are made
+        choice = Choice(n_valid=model.config.vocab_size, **kind)
+        list(sampled(model, PROMPT, 3, choice))  # recordings are made
 
         def noted_submit(recording: Recording, segments: Sequence[str] | None = None) -> Ticket:
             events.append("step" if segments and STEP in segments else "other")
-            assert not segments or READ not in segments, "greedy steps read their logits back"
+            assert not segments or READ not in segments, "steps read their logits back"
             return submit(recording, segments)
 
         def noted_wait(ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
@@ -342,7 +357,7 @@ def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
         monkeypatch.setattr(device, "submit", noted_submit)
         monkeypatch.setattr(device, "wait", noted_wait)
         monkeypatch.setattr(device, "download", noted_download)
-        assert len(list(model.greedy(PROMPT[-1], cache, limit=10))) == 10
+        assert len(list(model.choose(PROMPT[-1], cache, choice, limit=10))) == 10
         monkeypatch.undo()
     first_wait = events.index("wait", events.index("step"))
     assert events[:first_wait].count("step") == STEPS_AHEAD >= 2
@@ -350,11 +365,39 @@ def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
     assert "download" not in events
 
 
+def test_sampled_steps_give_what_the_sampler_makes_of_their_logits(
+    device: Device, checkpoint: CheckpointFactory
+) -> None:
+    """Counts grow on the device as they do in the sampler, and an answer that is cut goes on from them."""
+    asked = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3, frequency_penalty=0.5, seed=2)
+    with on(device, checkpoint("gqa")) as model:
+        sampler = Sampler(asked, prompt_ids=PROMPT, vocab_size=model.config.vocab_size)
+        choice = sampler.choice
+        assert choice is not None
+        cache = model.make_cache(100)
+        logits, expected = model.forward(PROMPT, cache, last_only=True)[0], []
+        for n in range(30):
+            expected.append(sampler.sample(logits, len(PROMPT) + n).token)
+            logits = model.forward(expected[-1:], cache, last_only=True)[0]
+        assert list(sampled(model, PROMPT, 30, choice)) == expected
+        cache.truncate(len(PROMPT) + 9)
+        rest = model.choose(expected[9], cache, choice.after(expected[:10]), limit=20)
+        assert list(rest) == expected[10:]
+
+
 def test_answers_take_turns_on_one_model(device: Device, checkpoint: CheckpointFactory) -> None:
     prompts = [PROMPT, [7], [1, 2, 3], list(range(50, 90))]
     with on(device, checkpoint("untied")) as model:
-        alone = [list(greedy(model, prompt, 25)) for prompt in prompts]
-        answers = [greedy(model, prompt, 25) for prompt in prompts]
+        vocab = model.config.vocab_size
+        choices = [
+            Choice(n_valid=vocab),
+            Choice(n_valid=vocab, prompt_ids=prompts[1], **SAMPLED),
+            Choice(n_valid=vocab, prompt_ids=prompts[2], **SAMPLED, bias={8: 3.0, 9: -np.inf}),
+            Choice(n_valid=vocab, temperature=2.0, seed=4),
+        ]
+        asked = list(zip(prompts, choices, strict=True))
+        alone = [list(sampled(model, prompt, 25, choice)) for prompt, choice in asked]
+        answers = [sampled(model, prompt, 25, choice) for prompt, choice in asked]
         together: list[list[int]] = [[] for _ in prompts]
         for n, i in itertools.product(range(25), range(len(prompts))):
             together[i].append(next(answers[i]))

@@ -44,13 +44,16 @@ LONG = "Fourteen boats. " * 8
 Task = Callable[[LLM], list[tuple[int, ...]]]
 
 
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "ignore_eos": True, "repetition_penalty": 1.2, "presence_penalty": 0.5}
+
+
 def greedy(llm: LLM) -> list[tuple[int, ...]]:
     values: dict[str, Any] = {"temperature": 0, "repetition_penalty": 1.0, "ignore_eos": True, "max_tokens": 12}
     return [llm.generate(LONG, **values).token_ids, llm.generate("the sea", **values).token_ids]
 
 
 def sampled(llm: LLM) -> list[tuple[int, ...]]:
-    return [llm.generate("the sea", temperature=1.0, seed=3, ignore_eos=True, max_tokens=12).token_ids]
+    return [llm.generate("the sea", seed=3, max_tokens=12, **SAMPLED).token_ids]
 
 
 def conversation(llm: LLM) -> list[tuple[int, ...]]:

@@ -27,14 +27,17 @@ ASKS_A_STEP = 7
 class Resource(FakeObject):
     """A buffer, with memory of the host's."""
 
-    def __init__(self, machine: Machine, size: int, heap: Heap | None = None, offset: int = 0) -> None:
+    def __init__(
+        self, machine: Machine, size: int, pages: tuple[int, int, int], heap: Heap | None = None, offset: int = 0
+    ) -> None:
+        self.machine, self.pages = machine, pages  # its heap's type, CPU pages and pool
         self.memory = (ctypes.c_ubyte * size)(*[0xCD] * min(size, 64))
         self.base = ctypes.addressof(self.memory)
         self.heap, self.offset = heap, offset
         super().__init__(
             "ID3D12Resource",
             {
-                "Map": lambda _part, _read, slot: _write_address(slot, self.base),
+                "Map": self._map,
                 "GetGPUVirtualAddress": lambda: self.base,
             },
         )
@@ -48,6 +51,11 @@ class Resource(FakeObject):
     def alive(self) -> bool:
         return self.references > 0
 
+    def _map(self, _part: int, _read: int, slot: int) -> int:
+        if self.pages[0] != d3d.D3D12_HEAP_TYPE_CUSTOM:
+            self.machine.complain("a buffer is mapped whose heap the host does not reach")
+        return _write_address(slot, self.base)
+
 
 class Heap(FakeObject):
     """Memory that buffers are placed in."""
@@ -55,6 +63,7 @@ class Heap(FakeObject):
     def __init__(self, machine: Machine, desc: d3d.D3D12_HEAP_DESC) -> None:
         super().__init__("ID3D12Heap", {"Release": self._release})
         self.machine, self.size, self.flags = machine, desc.SizeInBytes, desc.Flags
+        self.pages = _pages(desc.Properties)
 
     def placed(self) -> list[Resource]:
         return [item for item in self.machine.resources if item.heap is self and item.alive]
@@ -313,13 +322,11 @@ class Machine:
     def _create_list(self, _node: int, kind: int, _allocator: int, _pipeline: int, _iid: int, slot: int) -> int:
         return self._give(self.lists, CommandList(self, kind), slot)
 
-    def _create_committed(
-        self, _heap: int, _flags: int, desc: int, _state: int, _clear: int, _i: int, slot: int
-    ) -> int:
+    def _create_committed(self, heap: int, _flags: int, desc: int, _state: int, _clear: int, _i: int, slot: int) -> int:
         size = d3d.D3D12_RESOURCE_DESC.from_address(desc).Width
         if self.used + size > self.budget:
             return d3d.E_OUTOFMEMORY
-        return give(slot, Resource(self, size))
+        return give(slot, Resource(self, size, _pages(d3d.D3D12_HEAP_PROPERTIES.from_address(heap))))
 
     def _create_heap(self, desc: int, _iid: int, slot: int) -> int:
         found = d3d.D3D12_HEAP_DESC.from_address(desc)
@@ -336,7 +343,7 @@ class Machine:
             self.complain(f"a buffer of {size} bytes placed at {offset}")
         if any(item.offset < offset + size and offset < item.offset + item.size for item in home.placed()):
             self.complain("two buffers in one place")
-        return give(slot, Resource(self, size, home, offset))
+        return give(slot, Resource(self, size, home.pages, home, offset))
 
     def _factory(self) -> FakeObject:
         desc = d3d.DXGI_ADAPTER_DESC1(DedicatedVideoMemory=self.budget)
@@ -363,6 +370,10 @@ class Machine:
 
     def _query_memory(self, _node: int, _group: int, to: int) -> int:
         return fill(to, d3d.DXGI_QUERY_VIDEO_MEMORY_INFO(Budget=self.budget, CurrentUsage=self.used))
+
+
+def _pages(properties: d3d.D3D12_HEAP_PROPERTIES) -> tuple[int, int, int]:
+    return properties.Type, properties.CPUPageProperty, properties.MemoryPoolPreference
 
 
 def _write_address(slot: int, address: int) -> int:

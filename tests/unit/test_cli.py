@@ -12,13 +12,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 from tests.unit.cli_run import run
 
-from xinfer import LLM
+from xinfer import LLM, inspection
+from xinfer.cli.app import main, with_options
+from xinfer.cli.status import ERROR, INTERNAL, INTERRUPTED, MEANINGS, OK, TERMINATED
+from xinfer.errors import RequestError
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import PRESETS, write_checkpoint
 from xinfer.model.weights import ModelWeights
@@ -99,7 +103,7 @@ def test_what_goes_wrong_is_one_message_and_exit_status_1(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     if arguments[0] in ("generate", "logits") and "--model" not in arguments:
-        arguments = (arguments[0], "--model", str(folder), *arguments[1:])
+        arguments = (arguments[0], "--model", str(folder), "--device", "cpu", *arguments[1:])
     result = run(*arguments, stdin=stdin, status=1)
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
@@ -191,7 +195,7 @@ def test_chat_answers_line_by_line_and_begins_again_on_reset(folder: Path, llm: 
 
 def test_chat_says_when_the_context_is_full_and_goes_on(folder: Path) -> None:
     lines = b"word " * 300 + b"\nhi\n"
-    result = run("chat", "--model", folder, "--context", 100, "--max-tokens", 2, stdin=lines)
+    result = run("chat", "--model", folder, "--context", 100, "--max-tokens", 2, stdin=lines, status=1)
     assert "error: the prompt has" in result.stderr
     assert "/reset" in result.stderr
     assert "answer" in result.stderr.splitlines()[-1]
@@ -315,7 +319,8 @@ def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path, termi
 @pytest.mark.parametrize("encoding", ["utf-8:strict", "ascii"])
 def test_chat_tells_of_lines_that_are_not_text_and_goes_on(folder: Path, encoding: str) -> None:
     lines = b"hi\n" + b"\xff\xfe\n" + "é\n".encode()
-    result = run("chat", "--model", folder, "--max-tokens", 2, stdin=lines, environment={"PYTHONIOENCODING": encoding})
+    environment = {"PYTHONIOENCODING": encoding}
+    result = run("chat", "--model", folder, "--max-tokens", 2, stdin=lines, environment=environment, status=1)
     assert result.stderr.count("not UTF-8") == 1
     assert result.stderr.count("answer") == 2
 
@@ -324,9 +329,66 @@ def test_chat_goes_on_after_a_template_refuses(folder: Path, tmp_path: Path) -> 
     strict = tmp_path / "strict"
     shutil.copytree(folder, strict)
     (strict / "chat_template.jinja").write_text("{{ raise_exception('no') if messages[-1].content == 'a' else 'b' }}")
-    result = run("chat", "--model", strict, "--max-tokens", 2, stdin=b"a\nb\n")
+    result = run("chat", "--model", strict, "--max-tokens", 2, stdin=b"a\nb\n", status=1)
+    run("chat", "--model", strict, "--max-tokens", 2, stdin=b"b\n")
     assert "error: " in result.stderr
     assert "answer" in result.stderr
+
+
+def test_the_readme_and_the_help_say_what_exit_statuses_mean() -> None:
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = {int(status): meaning for status, meaning in re.findall(r"^\| (\d+) \| (.+) \|$", text, re.MULTILINE)}
+    assert table == MEANINGS
+    shown = run("--help", environment={"COLUMNS": "250", "TERMINAL_WIDTH": "250"}).stdout
+    for status, meaning in MEANINGS.items():
+        assert f" {status}: {meaning}" in shown
+
+
+@pytest.mark.parametrize(
+    ("fault", "status"),
+    [
+        (None, OK),
+        (RequestError("no"), ERROR),
+        (OSError(28, "No space left on device"), ERROR),
+        (MemoryError(), ERROR),
+        (BrokenPipeError(), OK),
+        (ZeroDivisionError(), INTERNAL),
+        (KeyboardInterrupt(), INTERRUPTED),
+    ],
+)
+def test_every_ending_has_its_exit_status(
+    fault: BaseException | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def report() -> dict[str, Any]:
+        if fault is not None:
+            raise fault
+        return {"auto": "cpu", "devices": [], "missing": {}}
+
+    monkeypatch.setattr(inspection, "list_adapters", report)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # of a reader that left: this process keeps its stdout
+    monkeypatch.setattr(sys, "argv", ["xinfer", "devices"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+
+
+def test_sigterm_has_its_exit_status(folder: Path) -> None:
+    command = f"{sys.executable} -m xinfer generate --ignore-eos --max-tokens 2000 --model".split()
+    with subprocess.Popen([*command, str(folder), "x"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        process.terminate()
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == TERMINATED
+    assert b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("columns", ["40", "60"])
+def test_a_narrow_terminal_shows_every_option_whole(columns: str) -> None:
+    shown = run("generate", "--help", environment={"COLUMNS": columns, "TERMINAL_WIDTH": columns}).stdout
+    for option in with_options("generate").params:
+        for name in option.opts if option.param_type_name == "option" else ():
+            assert re.search(rf"(?<![\w-]){name}[ ,\n]", shown), name
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "ascii", "utf-8"])

@@ -55,7 +55,7 @@ def test_one_message_may_look_like_a_command_and_its_failure_is_the_commands(fol
 
 def test_chat_prints_a_json_line_an_answer(folder: Path, llm: LLM) -> None:
     lines = b"Who?\n" + b"word " * 300 + b"\n\xff\nMe\n"
-    result = run("chat", "--model", folder, "--context", 200, *GREEDY, "--json", stdin=lines)
+    result = run("chat", "--model", folder, "--context", 200, *GREEDY, "--json", stdin=lines, status=1)
     first, too_long, not_text, last = map(json.loads, result.stdout.splitlines())
     assert first["text"] == llm.chat("Who?", temperature=0, max_tokens=12).text
     assert too_long["error"]["type"] == "ContextLengthError"

@@ -16,6 +16,7 @@ class Card:
     name: str
     flags: int = 0
     uma: int = 0
+    coherent: int = 0
     memory: int = 8 << 30
     works: bool = True
 
@@ -52,7 +53,7 @@ class FakeDxgi:
     def _device(self, card: Card) -> FakeObject:
         def check(feature: int, target: int, _size: int) -> int:
             if feature == d3d.D3D12_FEATURE_ARCHITECTURE1:
-                return fill(target, d3d.D3D12_FEATURE_DATA_ARCHITECTURE1(UMA=card.uma))
+                return fill(target, d3d.D3D12_FEATURE_DATA_ARCHITECTURE1(UMA=card.uma, CacheCoherentUMA=card.coherent))
             if feature == d3d.D3D12_FEATURE_D3D12_OPTIONS1:
                 return fill(target, d3d.D3D12_FEATURE_DATA_D3D12_OPTIONS1(1, 32, 64))
             return d3d.FAILURES["E_INVALIDARG"]
@@ -120,6 +121,15 @@ def test_adapters_as_windows_lists_them() -> None:
         adapter.release()
         adapter.release()
     assert dxgi.everything_is_released()
+
+
+def test_memory_that_is_the_hosts_own_is_mapped() -> None:
+    dxgi = FakeDxgi([Card("discrete"), Card("coherent", uma=1, coherent=1), Card("not coherent", uma=1)])
+    adapters = list_adapters(dxgi.runtime)
+    back, combine = d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK, d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_COMBINE
+    assert [adapter.page for adapter in adapters] == [None, back, combine]
+    for adapter in adapters:
+        adapter.release()
 
 
 def test_warp_is_found_where_dxgi_does_not_list_it() -> None:

@@ -30,9 +30,9 @@ def open_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Ope
     monkeypatch.setattr("xinfer.gpu._d3d12.transfer.CHUNK", MIB)
     made: list[tuple[Machine, D3D12Device]] = []
 
-    def open_one(**options: Any) -> tuple[Machine, D3D12Device]:
+    def open_one(*, direct: bool = False, **options: Any) -> tuple[Machine, D3D12Device]:
         machine = Machine(**options)
-        made.append((machine, D3D12Device(runtime=machine.runtime)))
+        made.append((machine, D3D12Device(runtime=machine.runtime, direct=direct)))
         return made[-1]
 
     yield open_one
@@ -73,6 +73,33 @@ def test_uploads_run_on_the_copy_queue_in_order(open_machine: Open, favoured: in
     assert play(device, size) == [1, 2, 3]
     assert machine.queue(COPY).executed >= 3
     assert machine.queue(COMPUTE).executed >= 6  # the work, and the downloads
+
+
+@pytest.mark.parametrize("size", [64, staging.SMALL + 4, 3 * MIB, heaps.LARGEST_PLACED + MIB])
+@pytest.mark.parametrize("favoured", [COMPUTE, COPY])
+def test_memory_of_the_hosts_own_is_written_and_read_in_place(open_machine: Open, favoured: int, size: int) -> None:
+    """In the order of the calls all the same; only a transfer runs on the copy queue, and nothing is staged."""
+    machine, device = open_machine(favoured=favoured, direct=True)
+    assert play(device, size) == [1, 2, 3]
+    assert machine.queue(COPY).executed == 1
+    assert machine.queue(COMPUTE).executed == 3
+    custom = (d3d.D3D12_HEAP_TYPE_CUSTOM, d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK, d3d.D3D12_MEMORY_POOL_L0)
+    buffer = device.create_buffer(size)
+    assert machine.find(buffer.native).pages == custom
+    assert (machine.find(buffer.native).heap is None) == (size > heaps.LARGEST_PLACED)
+    buffer.release()
+
+
+@pytest.mark.parametrize("favoured", [COMPUTE, COPY])
+def test_what_is_written_in_place_comes_behind_the_transfer_before(open_machine: Open, favoured: int) -> None:
+    _, device = open_machine(favoured=favoured, direct=True)
+    source, target = device.create_buffer(256, "upload"), device.create_buffer(256)
+    source.write(b"\1" * 256)
+    device.transfer(source, target)
+    device.upload(target[64:128], b"\2" * 64)
+    assert device.download(target) == b"\1" * 64 + b"\2" * 64 + b"\1" * 128
+    source.release()
+    target.release()
 
 
 @pytest.mark.parametrize(("favoured", "forgetful"), [(COMPUTE, COMPUTE), (COPY, COPY)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from xinfer.choice import Choice
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, Loss, LostOp, NumericalError
 from xinfer.gpu._trail import Trail
 from xinfer.gpu.api import DebugMessage, KernelCode
@@ -20,6 +21,9 @@ from xinfer.recovery import IN_ALL, MEMORY_S, LossLog, RecoveringModel
 CODE = KernelCode(
     id="axpy.plain", spirv=b"", n_buffers=1, n_constants=2, constant_names=("width", "stride"), workgroup=(64, 1, 1)
 )
+
+
+CHOICE = Choice(n_valid=1000, presence_penalty=0.5)
 
 
 def loss(*labels: str, variant: str = "axpy.plain", **values: Any) -> Loss:
@@ -211,7 +215,8 @@ class FakeModel:
         self.extend(tokens, cache)
         return sum(cache.ids)
 
-    def greedy(self, token: int, cache: FakeCache, *, limit: int, n_valid: int | None = None) -> Any:
+    def choose(self, token: int, cache: FakeCache, choice: Choice, *, limit: int) -> Any:
+        self.answered = choice.answer_ids
         for _ in range(min(limit, cache.capacity - cache.length)):
             self._call()
             cache.ids.append(token)
@@ -259,27 +264,28 @@ def test_a_loss_while_the_cache_is_rebuilt() -> None:
 
 
 @pytest.mark.parametrize("at", range(5))
-def test_greedy_tokens_go_on(at: int) -> None:
+def test_chosen_tokens_go_on(at: int) -> None:
     calm, _ = recovering()
     cache = calm.make_cache(10)
-    expected = list(calm.greedy(7, cache, limit=5))
+    expected = list(calm.choose(7, cache, CHOICE, limit=5))
     model, made = recovering(*[None] * at, DeviceLostError("gone"))
     again = model.make_cache(10)
-    assert list(model.greedy(7, again, limit=5)) == expected
+    assert list(model.choose(7, again, CHOICE, limit=5)) == expected
     assert again.length == cache.length
     assert len(made) == 2
+    assert made[1].model.answered == tuple(expected[:at]), "penalties must know what was chosen before"
 
 
-def test_a_greedy_answer_ends_where_the_cache_does() -> None:
+def test_an_answer_ends_where_the_cache_does() -> None:
     model, made = recovering(None, DeviceLostError("gone"))
-    assert len(list(model.greedy(7, model.make_cache(3), limit=5))) == 3
+    assert len(list(model.choose(7, model.make_cache(3), CHOICE, limit=5))) == 3
     assert len(made) == 2
 
 
 @pytest.mark.parametrize("at", range(4))
 def test_a_token_that_the_canary_disowns_is_computed_again(at: int) -> None:
     calm, _ = recovering()
-    expected = list(calm.greedy(7, calm.make_cache(10), limit=4))
+    expected = list(calm.choose(7, calm.make_cache(10), CHOICE, limit=4))
     model, made = recovering()
     heard = 0
 
@@ -291,16 +297,16 @@ def test_a_token_that_the_canary_disowns_is_computed_again(at: int) -> None:
 
     model._canary = SimpleNamespace(check=check, release=lambda: None)
     cache = model.make_cache(10)
-    assert list(model.greedy(7, cache, limit=4)) == expected
+    assert list(model.choose(7, cache, CHOICE, limit=4)) == expected
     assert cache.length == 4
     assert len(made) == 2
 
 
-def test_another_calls_loss_does_not_stop_a_greedy_answer() -> None:
+def test_another_calls_loss_does_not_stop_an_answer() -> None:
     calm, _ = recovering()
-    expected = list(calm.greedy(7, calm.make_cache(10), limit=4))
+    expected = list(calm.choose(7, calm.make_cache(10), CHOICE, limit=4))
     model, made = recovering(None, None, DeviceLostError("gone"))
-    tokens = model.greedy(7, model.make_cache(10), limit=4)
+    tokens = model.choose(7, model.make_cache(10), CHOICE, limit=4)
     first = [next(tokens), next(tokens)]
     assert model.forward([1, 1], model.make_cache(5)) == 2
     assert first + list(tokens) == expected

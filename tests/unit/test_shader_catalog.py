@@ -22,6 +22,7 @@ from xinfer.ops import _base as base
 from xinfer.ops import _elementwise as elementwise
 from xinfer.ops import _linear as linear
 from xinfer.ops import _packed as packed
+from xinfer.ops import _sample as sample
 from xinfer.shaders import catalog
 from xinfer.shaders.catalog import Variant, variants
 
@@ -107,6 +108,12 @@ def test_numbers_are_those_of_common_hlsli() -> None:
     assert value("FLAG_NOT_FINITE") == ops.FLAG_NOT_FINITE
     assert (value("FLAG_BIAS"), value("FLAG_ACCUMULATE")) == (linear.FLAG_BIAS, linear.FLAG_ACCUMULATE)
     assert {name: value(name.upper()) for name in catalog.FORMATS} == catalog.FORMATS
+    assert value("PARAM_WORDS") == catalog.SAMPLE_PARAM_WORDS
+    assert value("CHUNKS_MAX") == catalog.SAMPLE_CHUNKS_MAX
+    assert value("CANDIDATES_MAX") == catalog.SAMPLE_CANDIDATES_MAX
+    assert value("WEIGHT_BITS") == sample.WEIGHT_BITS
+    options = [value(f"OPTION_{name}") for name in ("PENALTIES", "BIAS", "GREEDY", "SLOW")]
+    assert options == [sample.OPTION_PENALTIES, sample.OPTION_BIAS, sample.OPTION_GREEDY, sample.OPTION_SLOW]
     for number, field in enumerate(base.STATE_FIELDS):
         assert value(f"STATE_{field.upper()}") == number
 
@@ -156,6 +163,8 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             trips = elementwise.rms_norm_trips(variant.id, width=HIDDEN)
         case "argmax":
             trips = argmax.argmax_trips(n_valid=VOCABULARY)
+        case "sample":
+            trips = sample.sample_trips(variant.id, vocab=VOCABULARY)
         case "attention" if ".combine" in variant.id:
             trips = attention.combine_trips(head_dim=256, n_splits=catalog.ATTENTION_SPLITS_MAX)
         case "attention":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from inspect import cleandoc
@@ -22,7 +23,7 @@ from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
 from xinfer.cli.output import fail, print_error, say
 from xinfer.cli.quarantine import quarantine
-from xinfer.cli.status import INTERNAL, INTERRUPTED, TERMINATED
+from xinfer.cli.status import ERROR, INTERNAL, INTERRUPTED, MEANINGS, OK, TERMINATED
 from xinfer.cli.synth import synth
 from xinfer.cli.tune import tune
 from xinfer.cli.verify import verify
@@ -31,6 +32,7 @@ from xinfer.errors import XinferError
 # A new command is one more name here; the help lists them in this order.
 COMMANDS = (generate, chat, inspect, explain, logits, devices, doctor, quarantine, verify, bench, tune, synth)
 
+NARROW = 70  # columns
 _WANTS_JSON = "xinfer.json"  # in the context's `meta`, which all contexts of a run share
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # typer brings its own click, or uses the installed one
 
@@ -44,6 +46,11 @@ class _Command(TyperCommand):
 
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if shutil.get_terminal_size().columns < NARROW:
+            self.rich_markup_mode = None  # no frames: names of options would be cut off
+        super().format_help(ctx, formatter)
 
 
 class _Group(TyperGroup):
@@ -90,7 +97,7 @@ class _Group(TyperGroup):
         except BrokenPipeError:
             # Whoever read our output has left, as `head` does. Python would complain again when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
+            raise typer.Exit(OK) from None
         except MemoryError:
             _fail(ctx, "MemoryError", "out of memory; try a smaller --context, or close other programs")
         except OSError as error:
@@ -153,7 +160,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Run Qwen2-family language models, and check the answers on your own machine.\n\n"
     "Start with [bold]xinfer generate 'To be, or not'[/bold]: it needs no download, a small demo model is included.",
-    epilog="A model is a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+    epilog="A model is a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen2.5-0.5B-Instruct."
+    + "\n\n".join(["", "Exit status:", *(f"{status}: {meaning}" for status, meaning in MEANINGS.items())]),
 )
 
 
@@ -192,7 +200,7 @@ def main() -> None:
         app()
     except OSError as error:  # writing the help to a full disk, say
         say(f"error: {error}")
-        sys.exit(1)
+        sys.exit(ERROR)
     except Exception as error:  # a fault of ours: whoever reports it is told how to show us where
         if os.environ.get("XINFER_TRACEBACK"):
             raise

@@ -12,6 +12,7 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import load, read_stdin
 from xinfer.cli.output import Form, print_answer, print_error, say
+from xinfer.cli.status import ERROR
 from xinfer.errors import ContextLengthError, XinferError
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def chat(
 
     xinfer chat "Who goes there?"
 
-    In a conversation /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program.
+    In a conversation /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program. Lines that
+    come from a pipe or a file are answered one by one; the exit status is 1 where one of them could not be.
     """
     question = read_stdin() if message == "-" else message
     values = options.sampling_values(ctx)
@@ -70,6 +72,8 @@ def chat(
         talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
         if question is None:
             talk.converse()
+            if talk.failed and not sys.stdin.isatty():
+                raise typer.Exit(ERROR)
         else:
             talk.answer(question)
 
@@ -82,6 +86,7 @@ class _Talk:
     values: dict[str, Any]  # of SamplingParams
     form: Form
     quiet: bool
+    failed: bool = False  # a line was not answered
 
     def converse(self) -> None:
         """Turns until the end of input. Ctrl-C gives up the line or the answer; the program stays."""
@@ -125,6 +130,7 @@ class _Talk:
                 self._tell(type(error).__name__, str(error))
 
     def _tell(self, kind: str, message: str) -> None:
+        self.failed = True
         if self.form is not Form.TEXT:
             print_error(kind, message)
         say(f"error: {message}")

@@ -11,6 +11,7 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars
 from xinfer.cli.output import print_json, say
+from xinfer.cli.status import ERROR
 from xinfer.cli.writing import check_target, write_report
 
 
@@ -68,4 +69,4 @@ def doctor(
     if any(adapter["quarantined"] for adapter in report["adapters"]):
         say(f"the quarantine is kept in {quarantine.path}")
     if not (report["right"] and kept):
-        raise typer.Exit(1)
+        raise typer.Exit(ERROR)

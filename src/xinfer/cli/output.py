@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from xinfer.cli.status import ERROR
+
 if TYPE_CHECKING:
     from xinfer.llm import Chunk, Completion, Stream
     from xinfer.sampling import Sampled
@@ -140,4 +142,4 @@ def fail(kind: str, message: str, *, as_json: bool) -> NoReturn:
             print_error(kind, message)
             sys.stdout.flush()
     say(f"error: {message}")
-    raise typer.Exit(1) from None
+    raise typer.Exit(ERROR) from None

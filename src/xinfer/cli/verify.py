@@ -10,6 +10,7 @@ import typer
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars, resolve
 from xinfer.cli.output import print_json, say
+from xinfer.cli.status import ERROR
 from xinfer.cli.writing import check_target, write_report
 
 
@@ -62,4 +63,4 @@ def verify(
     kept = html is None or write_report(html, as_page(report), "the report as a page")
     print_json(report) if as_json else typer.echo(as_text(report))
     if not (report["right"] and kept):
-        raise typer.Exit(1)
+        raise typer.Exit(ERROR)

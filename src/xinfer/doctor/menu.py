@@ -5,6 +5,7 @@ The trials of a variant follow from what the catalog says of it, so that a new v
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer import ops
+from xinfer.ops import SampleParams
 from xinfer.shaders.catalog import FORMATS, Variant
 from xinfer.trials.attention import COMBINE, AttentionTrial, TurnTrial, cache_numbers
 from xinfer.trials.base import Trial
 from xinfer.trials.bench import DTYPES
 from xinfer.trials.cache import AppendTrial, CacheFormat
-from xinfer.trials.choice import ArgmaxTrial
+from xinfer.trials.choice import ArgmaxTrial, SampleTrial
 from xinfer.trials.judge import Array
 from xinfer.trials.linear import LinearTrial, PackTrial, SumTrial
 from xinfer.trials.rows import AddTrial, EmbedTrial, NormTrial, RopeTrial, SwigluTrial
@@ -233,6 +235,27 @@ def _argmax(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterato
         yield ArgmaxTrial(logits=logits, n_valid=n_valid or vocab - 1)
 
 
+def _sample(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
+    cases: tuple[dict[str, Any], ...] = (
+        *({"top_k": 20, "top_p": 0.8}, {"top_p": 0.9, "min_p": 0.01}, {}),
+        *({"top_k": 300, "top_p": 0.95, "slow": True}, {"min_p": 0.1, "slow": True}, {"top_k": 1, "slow": True}),
+    )
+    for vocab, named in itertools.product((37, min(MODELS[0].vocab, scale.vocab)), cases):
+        logits = 4 * _normal(rng, vocab)
+        logits[[vocab // 3, vocab - 2]] = logits.max()  # a tie
+        counts = np.zeros(vocab, np.uint32)
+        counts[rng.integers(0, vocab, vocab // 2)] = ops.SEEN_IN_PROMPT
+        counts[rng.integers(0, vocab, vocab // 2)] += np.uint32(2)
+        bias = rng.choice(np.array([0, 0.5, -np.inf], np.float32), vocab)
+        made: dict[str, Any] = {"repetition": 1.1, "presence": 0.5, "frequency": -0.25, "penalties": True, "bias": True}
+        params = tuple(
+            SampleParams(n_valid=vocab - 1, temperature=0.7, seed=seed << 20, **made, **named) for seed in range(4)
+        )
+        trial = SampleTrial(logits=logits, params=params, counts=counts, bias=bias)
+        if trial.fits(variant):
+            yield trial
+
+
 _FAMILIES: dict[str, Callable[[Variant, Scale, np.random.Generator], Iterator[Trial]]] = {
     "embed": _embed,
     "rms_norm": _rms_norm,
@@ -247,6 +270,7 @@ _FAMILIES: dict[str, Callable[[Variant, Scale, np.random.Generator], Iterator[Tr
     "sum_parts": _sum_parts,
     "attention": _attention,
     "argmax": _argmax,
+    "sample": _sample,
 }
 
 

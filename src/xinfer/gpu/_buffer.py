@@ -20,6 +20,8 @@ class NativeBuffer(ABC):
         self.label = label
         self.released = False
         self.mapped: memoryview | None = None
+        self.cached = False  # the host reads what is mapped at full speed
+        self.last_copy = 0  # with which value of the transfer queue's clock the last upload into it ends
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._users_lock = threading.Lock()  # one thread may upload while another records
 

@@ -141,18 +141,27 @@ class Staging(ABC, Generic[C]):
                 self._back = self._make(self.compute, "readback staging", readback=True)
             return b"".join([self._read_back(self._back, piece, timeout_s) for piece in _pieces(source)])
 
-    def _read_in_place(self, source: BufferSlice) -> bytes | None:
-        """What the host reads there itself; None where it has to be copied."""
-        del source
-        return None
+    @staticmethod
+    def _read_in_place(source: BufferSlice) -> bytes | None:
+        """What the host reads in the device's memory itself; None where it has to be copied."""
+        buffer: Any = source.buffer
+        if buffer.mapped is None or not buffer.cached:
+            return None
+        with buffer.view(source.offset, source.size) as view:
+            return bytes(view)
 
-    def _in_place(self, target: BufferSlice) -> bool:
-        """Whether the host writes there itself: `_write_in_place`."""
-        del target
-        return False
+    @staticmethod
+    def _in_place(target: BufferSlice) -> bool:
+        """Whether the host writes into the device's memory itself."""
+        buffer: Any = target.buffer
+        return buffer.mapped is not None
 
     def _write_in_place(self, target: BufferSlice, fill: Callable[[memoryview], None]) -> None:
-        raise NotImplementedError
+        buffer: Any = target.buffer
+        self._wait_for(self.compute, self._last_use(target), "the work that uses it")
+        self._wait_for(self.queue, buffer.last_copy, "the transfer before")
+        with buffer.view(target.offset, target.size) as view:
+            fill(view)
 
     def upload(self, target: BufferSlice, data: Bytes) -> None:
         """Write `data` into `target`."""
@@ -234,8 +243,11 @@ class Staging(ABC, Generic[C]):
             self.queue.submit(chunk.commands, waits)
         finally:
             chunk.value = self.queue.submitted
+            buffers: list[Any] = [target.buffer for target in chunk.targets]
+            for buffer in buffers:
+                buffer.last_copy = chunk.value
             if apart:
-                self._pending.update((target.buffer, chunk.value) for target in chunk.targets)
+                self._pending.update(dict.fromkeys(buffers, chunk.value))
             chunk.targets.clear()
 
     @staticmethod

@@ -98,8 +98,15 @@ class D3D12Device(NativeDevice, BufferOwner):
     _transfers: Transfers
 
     def __init__(
-        self, index: int = 0, *, debug: bool = False, mark_ops: bool = False, runtime: Runtime | None = None
+        self,
+        index: int = 0,
+        *,
+        debug: bool = False,
+        mark_ops: bool = False,
+        runtime: Runtime | None = None,
+        direct: bool = False,
     ) -> None:
+        """Open an adapter. With `direct`, for tests, the host maps device memory as if it were its own."""
         super().__init__()
         runtime = runtime or load_runtime()
         adapter = _take(list_adapters(runtime), index)
@@ -114,7 +121,8 @@ class D3D12Device(NativeDevice, BufferOwner):
             self.core.trail.read = self._oldest
             self._queue = Queue(self.core, d3d.D3D12_COMMAND_LIST_TYPE_COMPUTE, "compute")
             self._transfer_queue = Queue(self.core, d3d.D3D12_COMMAND_LIST_TYPE_COPY, "copy")
-            self.allocator = Allocator(self.core)
+            page = d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK if direct else adapter.page
+            self.allocator = Allocator(self.core, page)
             self._signatures = RootSignatures(self.core)
             self._filler: D3D12Kernel | None = None
             self._transfers = Transfers(self, self._queue, self._transfer_queue)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from xinfer import ops
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Device, DeviceInfo
+from xinfer.gpu_model.drawing import drawing_bytes
 from xinfer.gpu_model.forward import widths, workspace_bytes
 from xinfer.gpu_model.layout import RESIDENT, SLOTS, Split, WeightsLayout
 from xinfer.gpu_model.options import KVType, ModelOptions
@@ -55,7 +56,7 @@ class MemoryPlan:
     @property
     def workspace(self) -> int:
         """Activations, tables and staging; not the weights, nor the cache."""
-        logits = 4 * self.config.vocab_size
+        logits = 4 * self.config.vocab_size + drawing_bytes(self.config.vocab_size)
         return workspace_bytes(self.config, self.rows) + workspace_bytes(self.config, 1) + logits + STAGING_BYTES
 
     @property

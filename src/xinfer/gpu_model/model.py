@@ -14,10 +14,11 @@ from typing import NoReturn, Self
 import numpy as np
 from numpy.typing import ArrayLike
 
+from xinfer.choice import Choice
 from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
+from xinfer.gpu_model.answer import STEPS_AHEAD, Answer
 from xinfer.gpu_model.forward import Array, Tap
-from xinfer.gpu_model.greedy import STEPS_AHEAD, Answer
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.loading import Progress
 from xinfer.gpu_model.memory import MemoryPlan, plan_for
@@ -45,7 +46,7 @@ CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Window
 class QwenModel:
     """A model resident on a device, made by `load`. One thread runs it at a time, the others wait.
 
-    `forward` is the reference's: the same arguments, logits and taps. `extend` and `greedy` are the fast path.
+    `forward` is the reference's: the same arguments, logits and taps. `extend` and `choose` are the fast path.
     """
 
     def __init__(
@@ -220,7 +221,15 @@ class QwenModel:
                 begin += n
 
     def greedy(self, token: int, cache: KVCache, *, limit: int, n_valid: int | None = None) -> Generator[int]:
-        """The likeliest next token after `token`, the one after that, and so on, `limit` of them.
+        """As `choose`, the likeliest tokens; `n_valid` None allows the whole vocabulary."""
+        return self.choose(token, cache, Choice(n_valid=n_valid or self.config.vocab_size), limit=limit)
+
+    def can_choose(self, choice: Choice) -> bool:
+        """Whether `choose` takes this choice: else the logits have to be read."""
+        return self._steps.can_choose(choice)
+
+    def choose(self, token: int, cache: KVCache, choice: Choice, *, limit: int) -> Generator[int]:
+        """The token that is chosen behind `token`, the one after that, and so on, `limit` of them.
 
         `token`, and then each token but the last one yielded, is in the cache when a token is yielded. Steps are queued
         ahead of the reading; when the iterator is dropped, what they left behind the cache's length is overwritten.
@@ -228,14 +237,14 @@ class QwenModel:
         Args:
             token: what stands behind the cache.
             cache: what came before; it grows by a token a step.
+            choice: how, of which the device keeps count where penalties ask for it.
             limit: tokens at most.
-            n_valid: ids from here on are never chosen; None allows the whole vocabulary.
 
         Raises:
             NumericalError: a step made a NaN or an infinity; layer and op are named.
         """
         ids = checked_ids([token], self.config.vocab_size).tolist()
-        answer = Answer(self, self._steps, ids[0], cache, limit=limit, n_valid=n_valid or self.config.vocab_size)
+        answer = Answer(self, self._steps, ids[0], cache, choice, limit=limit)
         try:
             for n in range(answer.limit):
                 with self._lock:

@@ -11,9 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
+from statistics import median
 from typing import Any
 
-from xinfer.gpu.api import Device, DeviceInfo
+from xinfer.gpu.api import Buffer, Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
 from xinfer.gpu_model.loading import Job, Loader
 from xinfer.gpu_model.memory import MemoryPlan, plan_for
@@ -28,8 +30,10 @@ SAMPLE_SOFTWARE = 24 << 20  # on the CPU, where a step of that much takes as lon
 SHORT = 128  # tokens before a step that is timed
 LOADING_S = 0.7  # that reading may take
 STEPS_S = 0.3  # that steps of one kind are timed for
+ROUNDS = 5  # about so many, whose median counts
 MOST_STEPS = 32  # queued together
 COPIES = 8  # of one layer, to time the bus
+BUS_S = 0.15  # that copies are timed for
 FILLER = 0x2C002C00  # 1/16 in f16, next to nothing in bf16 and f32: no number that slows anything down
 
 Stages = Callable[[int, int], None]  # measurements done, and how many there are
@@ -86,16 +90,16 @@ def predict(
             preferred = tuning(plan) if tuning is not None and options.tuning else Tuning()
             probe = _Probe(weights, device, plan, quarantine, preferred, held)
             tell(1, N_STAGES)
-            start, load_speed = probe.read()
+            start, load_speed, again_speed = probe.read()
             probe.fill()
             tell(2, N_STAGES)
-            pinned_speed, bus_speed = probe.bus()
-            tell(3, N_STAGES)
             few = max(1, probe.n // 4)
             positions = [SHORT] if context is None else [min(SHORT, context // 2), max(0, context - MOST_STEPS - 1)]
             setup, fewer = probe.steps(few, positions[:1])
-            tell(4, N_STAGES)
+            tell(3, N_STAGES)
             setup, more = probe.steps(probe.n, positions)
+            tell(4, N_STAGES)
+            pinned_speed, bus_speed = probe.bus()  # behind work: a device that idles copies more slowly
             tell(5, N_STAGES)
     finally:
         device.limit_memory(None)
@@ -113,8 +117,8 @@ def predict(
         bus_speed=bus_speed,
         memory_speed=plan.layout.slot_bytes / a_layer,
         load_seconds=start + setup + straight / load_speed + pinned / pinned_speed,
-        token_seconds=rest + _layers(plan, device.info, a_layer, bus_speed, load_speed),
-        token_seconds_at_context=rest + _layers(plan, device.info, a_layer + of_keys, bus_speed, load_speed),
+        token_seconds=rest + _layers(plan, device.info, a_layer, bus_speed, again_speed),
+        token_seconds_at_context=rest + _layers(plan, device.info, a_layer + of_keys, bus_speed, again_speed),
     )
 
 
@@ -124,8 +128,8 @@ def _share_of_a_layer(layout: WeightsLayout, n: int) -> float:
     return layout.slot_bytes / (n * layout.slot_bytes + head.size)
 
 
-def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float, load_speed: float) -> float:
-    """Seconds of all layers of a step.
+def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float, again_speed: float) -> float:
+    """Seconds of all layers of a step, streamed ones coming over the bus, or read again for each step.
 
     A queue of its own copies a layer while others run, as long as there is another slot; one queue does one after the
     other.
@@ -133,7 +137,7 @@ def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float
     split, compute = plan.split, plan.config.num_hidden_layers * a_layer
     if not split.streamed:
         return compute
-    copy = plan.a_token / (bus_speed if split.pinned else load_speed)
+    copy = plan.a_token / (bus_speed if split.pinned else again_speed)
     apart = "transfer_queue" in info.features or (info.api == "d3d12" and info.kind != "cpu")
     if not apart:
         return copy + compute
@@ -172,20 +176,28 @@ class _Probe:
         )
         held.callback(self._loaded.release)
 
-    def read(self) -> tuple[float, float]:
-        """Seconds before loading is at its full speed, and that speed: of the first layers, and for a while of others.
+    def read(self) -> tuple[float, float, float]:
+        """Seconds before loading is at its full speed, that speed, and that of layers which are read for each step.
 
-        Where the host writes the device's memory itself, new memory is slower than memory written before.
+        The first layers are read, and others for a while, when the memory that they come through is there. Where the
+        host writes the device's memory itself, new memory is slower than memory written before.
         """
-        buffers, layers = self._loaded.buffers, WeightsLayout(self._weights).layers
-        jobs = [(place, buffers[i % self.n]) for i, layer in enumerate(layers) for place in layer.places]
-        per_layer = len(jobs) // len(layers)
+        buffers, split = self._loaded.buffers, self._plan.split
+        layers = [
+            [(place, buffers[i % self.n]) for place in layer.places]
+            for i, layer in enumerate(WeightsLayout(self._weights).layers)
+        ]
+        first, others = layers[: self.n], layers[self.n :] or layers
         with Loader(self._device, self._weights) as loader:
-            n_first, first = _timed_load(loader, jobs[: self.n * per_layer])
+            n_first, seconds = _timed_load(loader, [[*chain(*first)]])
             in_place = self._device.info.kind in ("integrated", "cpu")
-            n_more, more = (0, 0.0) if in_place else _timed_load(loader, jobs[self.n * per_layer :])
-        speed = n_more / more if n_more else n_first / first
-        return max(0.0, first - n_first / speed), speed
+            n_more, more = (n_first, seconds) if in_place else _timed_load(loader, [[*chain(*others)]])
+            speed = again = n_more / more
+            if split.streamed and not split.pinned:
+                n_again, more = _timed_load(loader, others)
+                again = n_again / more
+            self._device.flush_uploads()
+        return max(0.0, seconds - n_first / speed), speed, again
 
     def fill(self) -> None:
         """Give numbers to what was not read."""
@@ -198,23 +210,28 @@ class _Probe:
 
     def bus(self) -> tuple[float, float]:
         """Bytes a second of filling memory that the device copies from, and of copying a layer from there."""
-        size = self._layout.layers[0].size
-        source = self._device.create_buffer  # made when it is timed
-        began = time.perf_counter()
-        pinned = source(size, "upload", "bus")
-        self._held.callback(pinned.release)
-        with Loader(self._device, self._part) as loader:
-            loader.load([(place, pinned) for place in self._layout.layers[0].places])
-        filled = time.perf_counter() - began
-        targets = self._loaded.buffers
-        seconds = []
-        for _ in range(2):  # the first time from cold
+        size, targets = self._layout.layers[0].size, self._loaded.buffers
+        # The second is made as those of the model will be: with the first, devices learn which way is faster.
+        filled = [self._pinned(size) for _ in range(2 if self._plan.on_host else 1)]
+        pinned = filled[-1][0]
+        seconds: list[float] = []
+        until = time.perf_counter() + BUS_S
+        while len(seconds) < 2 or time.perf_counter() < until:
             began = time.perf_counter()
             for i in range(COPIES):
                 self._device.transfer(pinned[:size], targets[i % self.n][:size])
             self._device.flush_uploads()
             seconds.append((time.perf_counter() - began) / COPIES)
-        return size / filled, size / min(seconds)
+        return size / min(spent for _, spent in filled), size / median(seconds[1:])  # the first is from cold
+
+    def _pinned(self, size: int) -> tuple[Buffer, float]:
+        """A layer in memory that the device copies from, and the seconds to make and to fill it."""
+        began = time.perf_counter()
+        pinned = self._device.create_buffer(size, "upload", "bus")
+        self._held.callback(pinned.release)
+        with Loader(self._device, self._part) as loader:
+            loader.load([(place, pinned) for place in self._layout.layers[0].places])
+        return pinned, time.perf_counter() - began
 
     def steps(self, n: int, positions: Sequence[int]) -> tuple[float, list[float]]:
         """Seconds to set steps of the first n layers up, and of a step behind so many tokens each."""
@@ -238,18 +255,20 @@ class _Probe:
             steps.close()
 
 
-def _timed_load(loader: Loader, jobs: Sequence[Job]) -> tuple[int, float]:
-    """Bytes read in LOADING_S at most, and the seconds."""
-    began, read = time.perf_counter(), 0
+def _timed_load(loader: Loader, parts: Sequence[Sequence[Job]]) -> tuple[int, float]:
+    """Bytes read in LOADING_S at most, one part behind the other, and the seconds."""
+    began, before, read = time.perf_counter(), 0, 0
 
-    def enough(done: int, total: int) -> None:
+    def enough(done: int, _: int) -> None:
         nonlocal read
-        read = done
-        if done < total and time.perf_counter() - began > LOADING_S:
+        read = before + done
+        if time.perf_counter() - began > LOADING_S:
             raise _EnoughError
 
     with suppress(_EnoughError):
-        loader.load(jobs, progress=enough)
+        for part in parts:
+            loader.load(part, progress=enough, flush=False)
+            before = read
     return read, time.perf_counter() - began
 
 
@@ -258,9 +277,9 @@ class _EnoughError(Exception):
 
 
 def step_seconds(steps: Steps, position: int, *, patience: float = STEPS_S) -> float:
-    """Seconds of a step behind `position` tokens, in a queue of them; the fastest of some rounds.
+    """Seconds of a step behind `position` tokens, in a queue of them; the median of some rounds.
 
-    It takes two steps at least, and about `patience` seconds.
+    It takes three steps at least, and about `patience` seconds.
     """
     cache = steps.pool.make_cache(position + MOST_STEPS + 1)
     cache.reserve(position + MOST_STEPS)  # given back with the cache
@@ -277,8 +296,8 @@ def step_seconds(steps: Steps, position: int, *, patience: float = STEPS_S) -> f
 
     run(1)  # in which drivers do what they had put off
     until = time.perf_counter() + patience
-    rounds = [run(1)]
-    n = max(1, min(MOST_STEPS, round(patience / 3 / rounds[0])))
+    n = max(1, min(MOST_STEPS, round(patience / ROUNDS / run(1))))
+    rounds = [run(n)]
     while time.perf_counter() < until:
         rounds.append(run(n))
-    return min(rounds)
+    return median(rounds)

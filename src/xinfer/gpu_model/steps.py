@@ -13,7 +13,9 @@ from typing import Any, Literal
 import numpy as np
 
 from xinfer import ops
+from xinfer.choice import Choice
 from xinfer.gpu.api import Buffer, Device, Recording, Ticket
+from xinfer.gpu_model.drawing import Drawing
 from xinfer.gpu_model.forward import (
     Array,
     Network,
@@ -99,6 +101,8 @@ class Steps:
             self.logits_back = buffer(4 * vocab, "readback", "logits")
             self.ring = buffer(4 * RING, "readback", "chosen tokens")
             self._candidates = buffer(ops.argmax_scratch_bytes(1, vocab), "device", "argmax candidates")
+            self.drawing = Drawing(device, vocab)
+            held.callback(self.drawing.release)
             self.tune(tuning or Tuning())
             self.network()
             self._held = held.pop_all()
@@ -160,8 +164,20 @@ class Steps:
         if self._network is not None:
             self._network = replace(self._network)  # for those who ask whether it is still the same
 
+    def can_choose(self, choice: Choice) -> bool:
+        """Whether the device chooses so by itself."""
+        return choice.is_argmax or ops.can_sample(self.kernels, self.config.vocab_size)
+
+    def choosing(self, choice: Choice) -> Recording:
+        """The decode step of answers that choose so."""
+        return self.decode(choice.n_valid) if choice.is_argmax else self.draw()
+
+    def stage_choice(self, choice: Choice) -> tuple[str, ...]:
+        """Write what an answer's choice needs, behind `stage_one`; the segments that take it besides LOAD."""
+        return () if choice.is_argmax else self.drawing.stage(choice)
+
     def decode(self, n_valid: int) -> Recording:
-        """A decode step that chooses among ids below n_valid: segments LOAD, STEP and READ."""
+        """A decode step that takes the best of the ids below n_valid: segments LOAD, STEP and READ."""
 
         def record(recording: Recording) -> None:
             recording.segment(LOAD)
@@ -174,8 +190,22 @@ class Steps:
 
         return self._kept(("decode", n_valid), record)
 
-    def record_step(self, recording: Recording, n_valid: int, *, timed: Timed = "no") -> None:
-        """One token through the network, and the choice of the next one."""
+    def draw(self) -> Recording:
+        """A decode step that draws as the staged choice wants it: segments LOAD, COUNTS, BIAS and STEP."""
+
+        def record(recording: Recording) -> None:
+            recording.segment(LOAD)
+            recording.barrier()
+            recording.copy(*self.one.states(1))
+            self.drawing.record_params(recording)
+            self.drawing.record_rest(recording)
+            recording.segment(STEP)
+            self.record_step(recording, None)
+
+        return self._kept(("draw", 0), record)
+
+    def record_step(self, recording: Recording, n_valid: int | None, *, timed: Timed = "no") -> None:
+        """One token through the network, and the choice of the next one: the best id below n_valid, or a drawn one."""
         recording.barrier()
         if timed != "no":
             recording.timestamp("begin")
@@ -183,17 +213,17 @@ class Steps:
         step.embed()
         self.record_layers(step, STEP)
         step.head(self.logits)
-        ops.argmax(
-            step.on,
-            self.logits,
-            step.state,
-            self.ring,
-            n_valid=n_valid,
-            ring_size=RING,
-            advance=True,
-            scratch=self._candidates,
-        )
-        step.done("argmax")
+        if n_valid is None:
+            self.drawing.record(step.on, self.logits, step.state, self.ring, ring_size=RING)
+        else:
+            ops.argmax(
+                *(step.on, self.logits, step.state, self.ring),
+                n_valid=n_valid,
+                ring_size=RING,
+                advance=True,
+                scratch=self._candidates,
+            )
+        step.done("sample" if n_valid is None else "argmax")
         if timed == "whole":
             recording.timestamp("step")
 

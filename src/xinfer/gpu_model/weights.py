@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 
+from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Buffer, BufferKind, BufferSlice, Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, SLOTS, Layout, Place, Split, WeightsLayout
 from xinfer.gpu_model.loading import PIECE, Job, Loader, Progress
+from xinfer.model.memory import available_memory
 from xinfer.model.names import LayerWeights, layer_tensor_name
 from xinfer.model.weights import ModelWeights
 from xinfer.ops import Matrix, MatrixSlice
@@ -181,6 +183,13 @@ class DeviceWeights:
     def _copied_out(self, chosen: Sequence[int]) -> dict[int, Buffer]:
         """These layers in the host's memory: all of them, or none where that is too little."""
         copies: dict[int, Buffer] = {}
+        needed, free = sum(self._layout.layers[i].size for i in chosen), available_memory()
+        if needed > free:  # the system would end the process rather than refuse
+            raise OutOfMemoryError(
+                f"the host has {free:,} bytes of memory left, and {needed:,} are needed for layers",
+                needed=needed,
+                free=free,
+            )
         with ExitStack() as made:
             for i in chosen:
                 size = self._layout.layers[i].size

@@ -38,6 +38,7 @@ from xinfer.ops._packed import (
     parts_bytes,
     sum_parts,
 )
+from xinfer.ops._sample import PARAM_BYTES, SEEN_IN_PROMPT, SampleParams, can_sample, sample, sample_scratch_bytes
 from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
@@ -47,6 +48,8 @@ __all__ = [
     "FLAG_NOT_FINITE",
     "GEMV_ROWS_MAX",
     "HEAD_DIM_MAX",
+    "PARAM_BYTES",
+    "SEEN_IN_PROMPT",
     "STATE_BYTES",
     "UNUSED_POSITION",
     "AttentionPlan",
@@ -60,6 +63,7 @@ __all__ = [
     "Recorder",
     "RowState",
     "Rows",
+    "SampleParams",
     "WantedKernels",
     "add",
     "argmax",
@@ -70,6 +74,7 @@ __all__ = [
     "can_pack",
     "can_pack_fused",
     "can_rope_append",
+    "can_sample",
     "capacity_of",
     "embed",
     "gate_up",
@@ -89,6 +94,8 @@ __all__ = [
     "rope",
     "rope_append",
     "row_stride",
+    "sample",
+    "sample_scratch_bytes",
     "sum_parts",
     "swiglu",
     "turn_attention",

@@ -1,8 +1,7 @@
 // The id of the largest logit, the lowest one on ties, in two stages: STAGE 0 leaves one candidate a chunk of the
 // vocabulary, STAGE 1 picks among them and moves the row's state on. NaN or infinity anywhere wins, as BAD_TOKEN.
-//
-// Logits are compared as integers of the same order: exact, whatever the device does to subnormal numbers.
 #include "common.hlsli"
+#include "choice.hlsli"
 
 struct Candidate {
     uint key;
@@ -11,16 +10,6 @@ struct Candidate {
 
 groupshared uint keys[GROUP];
 groupshared uint ids[GROUP];
-
-#define NOT_FINITE_KEY 0xffffffffu  // above every finite number's key
-#define NO_KEY 0u                   // below
-
-uint order_key(float value) {
-    uint bits = asuint(value);
-    if (not_finite(value)) return NOT_FINITE_KEY;
-    if (bits == 0x80000000u) bits = 0u;  // -0 equals 0
-    return (bits & 0x80000000u) != 0u ? ~bits : bits | 0x80000000u;
-}
 
 void take_larger(inout Candidate best, uint key, uint id) {
     if (key > best.key || (key == best.key && id < best.id)) {
@@ -83,6 +72,7 @@ READS(uint, candidates, 0);
 WRITES(uint, state, 1);  // (rows, STATE_WORDS)
 WRITES(uint, ring, 2);   // (rows, ring_size): the tokens chosen, at STATE_STEPS modulo ring_size
 CONSTANTS(Constants, constants);
+#include "move_on.hlsli"
 
 [numthreads(GROUP, 1, 1)]
 void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
@@ -93,17 +83,6 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
         take_larger(best, candidates[at], candidates[at + 1u]);
     }
     best = group_best(best, lane);
-    uint own = row * STATE_WORDS;
-    if (lane != 0 || state[own + STATE_POSITION] == UNUSED_ROW) return;
-    uint steps = state[own + STATE_STEPS];
-    bool bad = best.key == NOT_FINITE_KEY;
-    if (bad && (state[own + STATE_FLAGS] & FLAG_NOT_FINITE) == 0u) {
-        state[own + STATE_FLAGS] |= FLAG_NOT_FINITE;
-        state[own + STATE_BAD_STEP] = steps;
-    }
-    if (!bad) state[own + STATE_TOKEN] = best.id;  // after a bad step the old token stays: a valid row to embed
-    ring[row * constants.ring_size + steps % constants.ring_size] = bad ? BAD_TOKEN : best.id;
-    state[own + STATE_STEPS] = steps + 1u;
-    state[own + STATE_POSITION] += constants.advance;
+    if (lane == 0) move_on(row, best.key == NOT_FINITE_KEY, best.id);
 }
 #endif

@@ -390,7 +390,7 @@ def _pack_rows() -> Iterator[Variant]:
         )
 
 
-# --- attention and argmax ---------------------------------------------------------------------------------------------
+# --- attention, argmax and sample -------------------------------------------------------------------------------------
 
 ATTENTION_CONSTANTS = (
     *("n_heads", "n_kv_heads", "head_dim", "q_stride", "q_offset", "out_stride", "out_offset"),
@@ -492,12 +492,55 @@ def _argmax() -> Iterator[Variant]:
         )
 
 
+# What sample.hlsli calls by these names.
+SAMPLE_PARAM_WORDS = 16
+SAMPLE_CHUNKS_MAX = 512
+SAMPLE_CANDIDATES_MAX = 256
+
+
+def _sample() -> Iterator[Variant]:
+    spread = ("vocab", "chunk_shift", "n_chunks", "scratch_stride", "ring_size", "advance")
+    chosen = ("params", "scratch", "state", "ring", "counts")
+    logits = ("params", "logits", "counts", "bias", "scratch")
+    strides = ("vocab", "chunk_shift", "scratch_stride", "logits_stride", "logits_offset")
+    few = 4 * (2 * SAMPLE_CHUNKS_MAX + 6 * SAMPLE_CANDIDATES_MAX + 11)
+    yield _sample_stage("chunk", "sample.hlsl", 128, logits, strides, 4, stage=0)
+    yield _sample_stage("sum", "sample.hlsl", 128, ("params", "scratch"), spread[:4], 12, stage=1)
+    for name, lanes in (("", 128), (".wide", 512)):
+        yield _sample_stage(f"few{name}", "sample_few.hlsl", lanes, chosen, spread, few)
+        whole = tuple(constant for constant in spread if constant != "chunk_shift")
+        yield _sample_stage(f"all{name}", "sample_all.hlsl", lanes, chosen, whole, 4 * (2 * 256 + lanes + 7))
+
+
+def _sample_stage(
+    name: str,
+    source: str,
+    lanes: int,
+    buffers: tuple[str, ...],
+    constants: tuple[str, ...],
+    shared_bytes: int,
+    *,
+    stage: int | None = None,
+) -> Variant:
+    return Variant(
+        id=f"sample.{name}",
+        op="sample",
+        source=source,
+        defines=(("GROUP", lanes), *((("STAGE", stage),) if stage is not None else ())),
+        buffers=buffers,
+        constants=constants,
+        workgroup=(lanes, 1, 1),
+        shared_bytes=shared_bytes,
+        steering=("params", "scratch") if source == "sample_all.hlsl" else ("params",),
+    )
+
+
 @functools.cache
 def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _linear_coop, _sum_parts, _pack_rows, _attention, _argmax),
+        *(_linear_gemv, _linear_gemm, _linear_coop, _sum_parts, _pack_rows, _attention, _argmax, _sample),
     )
     made = [variant for family in families for variant in family()]
     by_id = {variant.id: variant for variant in made}

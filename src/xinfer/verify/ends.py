@@ -1,4 +1,4 @@
-"""Judges what is before the layers and behind them: the embedding, the last norm, the logits and the argmax."""
+"""Judges what is before the layers and behind them: the embedding, the last norm, the logits, argmax and sample."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xinfer import ops
+from xinfer.choice import Choice
 from xinfer.gpu.api import Buffer
+from xinfer.gpu_model.drawing import params_of
 from xinfer.gpu_model.forward import download_rows
 from xinfer.gpu_model.steps import RING, Steps
-from xinfer.ops import BAD_TOKEN, Rows
-from xinfer.trials import expected
+from xinfer.ops import BAD_TOKEN, Rows, RowState
+from xinfer.trials import draws, expected
 from xinfer.trials.base import Trial
 from xinfer.trials.bench import DTYPES
-from xinfer.trials.choice import ArgmaxTrial
+from xinfer.trials.choice import ArgmaxTrial, SampleTrial
 from xinfer.trials.expected import Weights
 from xinfer.trials.judge import Array, Judgement, judge
 from xinfer.trials.linear import LinearTrial, PackTrial, check_packed, unpack
@@ -27,6 +29,8 @@ from xinfer.verify.oracle import Oracle
 from xinfer.verify.watch import WatchedPass
 
 TRIAL_ROWS = 16_384  # of a head too large to try whole
+
+DRAW = Choice(n_valid=1 << 30, temperature=0.7, top_k=20, top_p=0.8, seed=7)  # as checkpoints ask for it, as a rule
 
 Emit = Callable[[Finding], None]
 
@@ -54,6 +58,7 @@ class HeadRun:
     operand: Array | None = None  # the normed rows as the product read them; None: normed on the way
     h: Array | None = None  # the same before they were packed
     judgements: list[Judgement] = field(default_factory=list)
+    choosing: dict[str, tuple[str, ...]] = field(default_factory=dict)  # kernels of what chose a token behind it
 
 
 class HeadJudge:
@@ -96,17 +101,44 @@ class HeadJudge:
                 scratch=scratch,
             )
             watched.done("argmax")
+            if steps.can_choose(DRAW):
+                self._draw(run, watched)
         token = steps.chosen(0)
         logits = run.logits
         wanted = expected.argmax(logits, vocab, BAD_TOKEN)
         self._emit(
             finding(
-                *(case, None, "argmax", ("argmax.chunk", "argmax.pick")),
+                *(case, None, "argmax", run.choosing["argmax"]),
                 [("token", np.array([token], np.float32), expected.exact(wanted))],
                 lambda: [ArgmaxTrial(logits=logits, n_valid=vocab)],
             )
         )
         return token, logits[0]
+
+    def _draw(self, run: HeadRun, watched: WatchedPass) -> None:
+        """Draw one more token behind the same logits."""
+        steps, vocab = self._steps, self._oracle.config.vocab_size
+        steps.drawing.stage(DRAW)
+        watched.recording.barrier()
+        steps.drawing.record_params(watched.recording)
+        watched.recording.barrier()
+        steps.drawing.record(watched.on, steps.logits, watched.state, steps.ring, ring_size=RING)
+        watched.done("sample")
+        position = RowState.unpack(steps.device.download(steps.one.states(1)[1])).position
+        logits, params, none, zero = (
+            run.logits[0],
+            params_of(DRAW),
+            np.zeros(vocab, np.uint32),
+            np.zeros(vocab, np.float32),
+        )
+        wanted = draws.drawn(logits, params, none, zero, position) if np.isfinite(logits).all() else BAD_TOKEN
+        self._emit(
+            finding(
+                *(run.case, None, "sample", run.choosing["sample"]),
+                [("token", np.array([steps.chosen(1)], np.float32), expected.exact(np.array([wanted])))],
+                lambda: [SampleTrial(logits=logits, params=(params,), counts=none, bias=zero)],
+            )
+        )
 
     def finish(self) -> None:
         """Judge the logits of every run."""
@@ -162,7 +194,9 @@ class HeadJudge:
                 self._judge_packed(run, label, used)
             elif label == "logits":
                 run.used = tuple(dict.fromkeys(used))
-            elif label != "argmax":
+            elif label in ("argmax", "sample"):
+                run.choosing[label] = tuple(dict.fromkeys(used))
+            else:
                 raise LookupError(
                     f"no judge for the phase {label!r}: say in verify/ends.py what the reference makes of it"
                 )

@@ -16,7 +16,7 @@ LAYER_OPS = (
     *("input_ln", "input_ln_pack", "qkv", "rope", "append", "attn", "o"),
     *("post_ln", "post_ln_pack", "gate_up", "swiglu", "swiglu_pack", "down", "pack"),
 )
-END_OPS = ("embed", "norm", "norm_pack", "pack", "logits", "argmax")
+END_OPS = ("embed", "norm", "norm_pack", "pack", "logits", "argmax", "sample")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,9 +31,12 @@ KINDS_BY_PREFERENCE: tuple[DeviceKind, ...] = ("discrete", "integrated", "virtua
 class Adapter:
     """One adapter: what it is, and DXGI's object for it, if there is DXGI."""
 
-    def __init__(self, info: DeviceInfo, compiler: Compiler, dxgi: Interface | None = None) -> None:
+    def __init__(
+        self, info: DeviceInfo, compiler: Compiler, dxgi: Interface | None = None, *, page: int | None = None
+    ) -> None:
         self.info = info
         self.compiler = compiler
+        self.page = page  # how the host maps the device's own memory where that is the host's; None: not at all
         self._dxgi = dxgi
         self._budgets = dxgi.query("IDXGIAdapter3") if dxgi else None
 
@@ -120,10 +123,13 @@ def _adapter(runtime: Runtime, dxgi: Interface, desc: Any, index: int, *, softwa
     try:
         compiler = _compiler(runtime, device)
         limits = _limits(device, compiler)
-        uma = _feature(device, d3d.D3D12_FEATURE_ARCHITECTURE1, d3d.D3D12_FEATURE_DATA_ARCHITECTURE1()).UMA
+        memory = _feature(device, d3d.D3D12_FEATURE_ARCHITECTURE1, d3d.D3D12_FEATURE_DATA_ARCHITECTURE1())
     finally:
         device.release()
-    kind: DeviceKind = "integrated" if uma else "discrete"
+    kind: DeviceKind = "integrated" if memory.UMA else "discrete"
+    # As the system's own heaps for uploads are: what has no coherent caches is written past them.
+    coherent = d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK
+    page = coherent if memory.CacheCoherentUMA else d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_COMBINE
     if software or desc.Flags & d3d.DXGI_ADAPTER_FLAG_SOFTWARE:
         kind = "cpu"
     shared = desc.SharedSystemMemory if kind != "discrete" else 0
@@ -139,7 +145,7 @@ def _adapter(runtime: Runtime, dxgi: Interface, desc: Any, index: int, *, softwa
         heap_bytes=desc.DedicatedVideoMemory + shared,
         **limits | {"features": limits["features"] | {"memory_budget"}},
     )
-    return Adapter(info, compiler, dxgi)
+    return Adapter(info, compiler, dxgi, page=page if memory.UMA else None)
 
 
 def _driver_version(dxgi: Interface) -> str:

@@ -56,10 +56,16 @@ class Heap:
 
 
 class Heaps:
-    """Makes placed buffers. A heap comes with the first of its buffers, and goes with the last."""
+    """Makes placed buffers. A heap comes with the first of its buffers, and goes with the last.
 
-    def __init__(self, core: Core) -> None:
+    Args:
+        core: the device.
+        properties: of the heaps.
+    """
+
+    def __init__(self, core: Core, properties: d3d.D3D12_HEAP_PROPERTIES) -> None:
         self.core = core
+        self._properties = properties
         self._heaps: list[Heap] = []
         self._lock = threading.RLock()
 
@@ -122,9 +128,10 @@ class Heaps:
         return heap, start
 
     def _make(self) -> Handle:
-        properties = d3d.D3D12_HEAP_PROPERTIES(Type=d3d.D3D12_HEAP_TYPE_DEFAULT)
         flags = d3d.D3D12_HEAP_FLAG_ALLOW_ONLY_BUFFERS
-        desc = d3d.D3D12_HEAP_DESC(SizeInBytes=HEAP_BYTES, Properties=properties, Alignment=ALIGNMENT, Flags=flags)
+        desc = d3d.D3D12_HEAP_DESC(
+            SizeInBytes=HEAP_BYTES, Properties=self._properties, Alignment=ALIGNMENT, Flags=flags
+        )
         return self.core.create("ID3D12Heap", "CreateHeap", desc, label=f"heap {len(self._heaps)}")
 
     def _give(self, heap: Heap, start: int, size: int) -> None:

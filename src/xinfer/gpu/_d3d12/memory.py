@@ -19,32 +19,34 @@ from xinfer.gpu.native import memory_at
 
 ROUND = 16  # native sizes, so that a shader may load the last bytes as a uint4
 # Mapped buffers lie in custom heaps: shaders may write those, as they may not write upload and readback heaps.
-HEAPS: dict[BufferKind, tuple[int, int, int]] = {
-    "device": (
-        d3d.D3D12_HEAP_TYPE_DEFAULT,
-        d3d.D3D12_CPU_PAGE_PROPERTY_UNKNOWN,
-        d3d.D3D12_MEMORY_POOL_UNKNOWN,
-    ),
-    "upload": (
-        d3d.D3D12_HEAP_TYPE_CUSTOM,
-        d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_COMBINE,
-        d3d.D3D12_MEMORY_POOL_L0,
-    ),
-    "readback": (
-        d3d.D3D12_HEAP_TYPE_CUSTOM,
-        d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK,
-        d3d.D3D12_MEMORY_POOL_L0,
-    ),
+PAGES: dict[BufferKind, int] = {
+    "upload": d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_COMBINE,
+    "readback": d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK,
 }
 
 
-class Allocator:
-    """Makes native buffers, after a look at what is free."""
+def heap_properties(page: int | None) -> d3d.D3D12_HEAP_PROPERTIES:
+    """Memory that the host maps with such pages; with None the device's own, which it does not map."""
+    if page is None:
+        return d3d.D3D12_HEAP_PROPERTIES(Type=d3d.D3D12_HEAP_TYPE_DEFAULT)
+    return d3d.D3D12_HEAP_PROPERTIES(
+        Type=d3d.D3D12_HEAP_TYPE_CUSTOM, CPUPageProperty=page, MemoryPoolPreference=d3d.D3D12_MEMORY_POOL_L0
+    )
 
-    def __init__(self, core: Core) -> None:
+
+class Allocator:
+    """Makes native buffers, after a look at what is free.
+
+    Args:
+        core: the device.
+        page: with which pages the host maps device buffers, where their memory is its own; None: not at all.
+    """
+
+    def __init__(self, core: Core, page: int | None) -> None:
         self.core = core
         self.meter = Meter()
-        self.heaps = Heaps(core)
+        self.pages: dict[BufferKind, int | None] = {"device": page, **PAGES}
+        self.heaps = Heaps(core, heap_properties(page))
         self._ours = 0
         self._lock = threading.Lock()
 
@@ -92,8 +94,7 @@ class Allocator:
     def _commit(
         self, kind: BufferKind, desc: d3d.D3D12_RESOURCE_DESC, label: str, on_destroy: Callable[[], None]
     ) -> Handle:
-        heap_type, page, pool = HEAPS[kind]
-        heap = d3d.D3D12_HEAP_PROPERTIES(Type=heap_type, CPUPageProperty=page, MemoryPoolPreference=pool)
+        heap = heap_properties(self.pages[kind])
         state = d3d.D3D12_RESOURCE_STATE_COMMON
         try:
             return self.core.create(
@@ -132,8 +133,10 @@ class D3D12Buffer(NativeBuffer):
         self.handle = owner.allocator.allocate(kind, -(-size // ROUND) * ROUND, label)
         try:
             self.gpu_address = self.handle.call("GetGPUVirtualAddress")
-            if kind != "device":
+            page = owner.allocator.pages[kind]
+            if page is not None:
                 self._map()
+                self.cached = page == d3d.D3D12_CPU_PAGE_PROPERTY_WRITE_BACK
         except BaseException:
             owner.core.destroy(self.handle)
             raise

@@ -157,7 +157,6 @@ class VulkanBuffer(NativeBuffer):
     def __init__(self, owner: BufferOwner, size: int, kind: BufferKind, label: str) -> None:
         super().__init__(size, kind, label)
         self.owner = owner
-        self.cached = False  # the host reads it at full speed
         with owner.pinning.pages(kind, size) as pages:
             try:
                 self._make(pages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from ctypes import byref
 
 from xinfer.gpu._bindings import vulkan as vk
@@ -64,18 +63,3 @@ class Transfers(Staging[Chunk]):
 
     def _make(self, queue: Queue, label: str, *, readback: bool = False) -> Chunk:
         return Chunk(self.owner, queue, label, readback=readback)
-
-    def _in_place(self, target: BufferSlice) -> bool:
-        return buffer_of(target).mapped is not None
-
-    def _write_in_place(self, target: BufferSlice, fill: Callable[[memoryview], None]) -> None:
-        self._wait_for(self.compute, self._last_use(target), "the work that uses it")
-        with buffer_of(target).view(target.offset, target.size) as view:
-            fill(view)
-
-    def _read_in_place(self, source: BufferSlice) -> bytes | None:
-        buffer = buffer_of(source)
-        if buffer.mapped is None or not buffer.cached:
-            return None
-        with buffer.view(source.offset, source.size) as view:
-            return bytes(view)

@@ -1,9 +1,10 @@
-"""A greedy answer: steps in the queue, tokens read behind them."""
+"""An answer whose tokens the device chooses: steps in the queue, tokens read behind them."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from xinfer.choice import Choice
 from xinfer.gpu.api import Ticket
 from xinfer.gpu_model.steps import LOAD, RING, STEP, Steps
 from xinfer.kv_cache import KVCache
@@ -23,10 +24,10 @@ class StateHolder(Protocol):
 
 
 class Answer:
-    """The likeliest tokens after one token, a step each. Answers take turns: the state on the device is of one only."""
+    """The tokens chosen after one token, a step each. Answers take turns: the state on the device is of one only."""
 
     def __init__(
-        self, holder: StateHolder, steps: Steps, token: int, cache: KVCache, *, limit: int, n_valid: int
+        self, holder: StateHolder, steps: Steps, token: int, cache: KVCache, choice: Choice, *, limit: int
     ) -> None:
         self.cache = cache
         self.limit = min(limit, cache.capacity - cache.length)  # tokens at most
@@ -35,7 +36,7 @@ class Answer:
         self._steps = steps
         self._fed = [token]  # what the steps are given: the first token, then each one chosen
         self._start = cache.length  # position of the first
-        self._n_valid = n_valid
+        self._choice = choice
         self._submitted = 0
         self._tickets: list[Ticket | None] = [None] * RING
 
@@ -46,7 +47,7 @@ class Answer:
 
     def token(self, n: int) -> int:
         """Token number n, asked for in order; BAD_TOKEN where its logits were not finite. Waits for it."""
-        assert self.cache.length == self._start + n, "the cache was used by others during a greedy answer"
+        assert self.cache.length == self._start + n, "the cache was used by others during an answer"
         while self._submitted < min(self.limit, n + STEPS_AHEAD) and self._fed[-1] != BAD_TOKEN:
             self._submit()
         if self.n_read <= n:
@@ -65,14 +66,14 @@ class Answer:
     def _submit(self) -> None:
         position = self._start + self._submitted
         self.cache.reserve(position + 1)
-        recording = self._steps.decode(self._n_valid)
+        recording = self._steps.choosing(self._choice)
         segments: tuple[str, ...] = (STEP,)
         claimed = self._holder.claim(self)
         if claimed:
             # Whoever claimed it in between has read what was in flight: the last token is known.
             assert self.n_read == self._submitted
             self._steps.stage_one(self._fed[-1], self.cache, position=position, steps=self._submitted)
-            segments = (LOAD, STEP)
+            segments = (LOAD, *self._steps.stage_choice(self._choice.after(self._fed[1:])), STEP)
         try:
             self._tickets[self._submitted % RING] = self._steps.submit(recording, segments)
         except BaseException:
