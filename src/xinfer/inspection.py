@@ -238,7 +238,7 @@ def render_explanation(report: dict[str, Any]) -> str:
 
 
 def list_adapters() -> dict[str, Any]:
-    """Every adapter, best first, the one that "auto" takes, and why a graphics API shows no GPU."""
+    """Every adapter, best first, the one that "auto" takes, why an API shows no GPU, and what drivers are broken."""
     found = gpu.list_devices()
     chosen = gpu.automatic(found)
     devices = [
@@ -253,6 +253,7 @@ def list_adapters() -> dict[str, Any]:
         "auto": "cpu" if chosen is None else f"{chosen.api}:{chosen.index}",
         "devices": devices,
         "missing": gpu.diagnose(),
+        "notes": gpu.driver_notes(),
     }
 
 
@@ -274,6 +275,7 @@ def render_adapters(report: dict[str, Any]) -> str:
         parts.append(f"{device['selector']}\n" + "\n".join("  " + line for line in _table(rows).splitlines()))
     for api, reasons in report["missing"].items():
         parts.append("\n".join([f"no GPU through {api}:", *(f"  {reason}" for reason in reasons)]))
+    parts += [f"note: {note}" for note in report["notes"]]
     parts.append(f"--device auto takes {report['auto']}" + (" (the reference)" if report["auto"] == "cpu" else ""))
     return "\n\n".join(parts)
 

@@ -50,18 +50,24 @@ PROMPT = [3, 141, 59, 26, 5, 35, 89, 79, 32]
 def _shaders(device: Device) -> Iterator[None]:
     """Compiled, and everything given back to the device."""
     build_shaders.build()
+    settle(device)
     before = device.live_objects()
     yield
-    last = device.create_recording("last")
-    last.finish()
-    device.wait(device.submit(last))
-    last.release()
-    device.flush_uploads()
+    settle(device)
     left, until = left_of(device, before), time.monotonic() + 5
     while left and time.monotonic() < until:  # what hangs in cycles goes when Python finds them
         gc.collect()
         left = left_of(device, before)
     assert left == {}
+
+
+def settle(device: Device) -> None:
+    """Let the device end what is under way, and make what its first recording takes and it keeps: its fill kernel."""
+    last = device.create_recording("last")
+    last.finish()
+    device.wait(device.submit(last))
+    last.release()
+    device.flush_uploads()
 
 
 def left_of(device: Device, before: dict[str, int]) -> dict[str, int]:

@@ -362,7 +362,7 @@ def test_every_ending_has_its_exit_status(
     def report() -> dict[str, Any]:
         if fault is not None:
             raise fault
-        return {"auto": "cpu", "devices": [], "missing": {}}
+        return {"auto": "cpu", "devices": [], "missing": {}, "notes": []}
 
     monkeypatch.setattr(inspection, "list_adapters", report)
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # of a reader that left: this process keeps its stdout

@@ -9,6 +9,7 @@ from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 from tests.unit.cli_run import run
@@ -210,6 +211,25 @@ def test_help_says_what_each_option_is() -> None:
         assert command.help == listed.help != "", name
         for parameter in command.params:
             assert parameter.help, f"{name} {parameter.name}"
+
+
+@pytest.mark.parametrize("name", [command.__name__ for command in COMMANDS])
+def test_every_command_has_json_and_an_example_in_its_help(name: str) -> None:
+    command = with_options(name)
+    assert any(parameter.name == "as_json" for parameter in command.params)
+    assert re.search(rf"^xinfer {name}( |$)", command.help, re.MULTILINE)
+
+
+def test_logits_and_synth_say_in_json_what_they_wrote(tmp_path: Path) -> None:
+    made = json.loads(run("synth", tmp_path / "m", "--layers", 1, "--seed", 3, "--json").stdout)
+    assert (made["folder"], made["preset"], made["seed"]) == (str(tmp_path / "m"), "gqa", 3)
+    assert made["spec"]["num_hidden_layers"] == 1
+    command = ("logits", "--model", tmp_path / "m", "--tokens", "1,2", "--out", tmp_path / "l.npy", "--device", "cpu")
+    told = json.loads(run(*command, "--json").stdout)
+    assert told["shape"] == list(np.load(tmp_path / "l.npy").shape) == [2, made["spec"]["vocab_size"]]
+    assert (told["file"], told["device"], told["kv_cache"]) == (str(tmp_path / "l.npy"), "cpu", None)
+    error = run("logits", "--tokens", "x", "--out", tmp_path / "l.npy", "--json", status=1)
+    assert "--tokens 'x'" in json.loads(error.stdout)["error"]["message"]
 
 
 @pytest.mark.parametrize("name", [command.__name__ for command in COMMANDS])

@@ -82,6 +82,20 @@ def test_what_is_missing_is_said(adapters: list[DeviceInfo]) -> None:
     assert "no GPU through vulkan:\n  only a software driver" in inspection.render_adapters(inspection.list_adapters())
 
 
+def test_a_broken_driver_is_told_beside_a_gpu_and_once_where_there_is_none(
+    adapters: list[DeviceInfo], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"ICD": {')
+    monkeypatch.setenv("VK_DRIVER_FILES", str(broken))
+    adapters += [SOFTWARE, DISCRETE]
+    (note,) = inspection.list_adapters()["notes"]
+    assert note.startswith(f"VK_DRIVER_FILES={broken}: {broken} is not the JSON of a driver")
+    assert f"note: {note}" in inspection.render_adapters(inspection.list_adapters())
+    monkeypatch.setattr("xinfer.gpu.vulkan.diagnose", lambda: ["only software", note])
+    assert inspection.list_adapters()["notes"] == []
+
+
 @pytest.mark.parametrize(
     ("selector", "name"),
     [
@@ -118,7 +132,7 @@ def test_devices_prints_json_on_any_machine() -> None:
     done = run("devices", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert set(report) == {"auto", "devices", "missing"}
+    assert set(report) == {"auto", "devices", "missing", "notes"}
     for device in report["devices"]:
         assert {"selector", "name", "kind", "driver", "api_version", "heap_bytes", "features"} <= set(device)
         assert device["features"] == sorted(device["features"])

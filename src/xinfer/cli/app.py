@@ -121,7 +121,7 @@ def _unwrapped(doc: str) -> str:
 def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
     """Whether --json is among the arguments as an option: not behind --, not another option's value.
 
-    Of a command that has none as well, and where an option before it is wrong.
+    Where an option before it is wrong as well.
     """
     parser = command.make_parser(ctx)
     parser.ignore_unknown_options = True
@@ -129,10 +129,7 @@ def _wants_json(command: TyperCommand, ctx: Any, args: list[str]) -> bool:
         values, _, _ = parser.parse_args(list(args))
     except _UsageError:  # told by the parse that counts
         return _spells_json(args)
-    if any(parameter.name == "as_json" for parameter in command.params):
-        return bool(values.get("as_json"))
-    given = [values.get(str(option.name)) for option in command.params if option.param_type_name == "option"]
-    return _spells_json(args) and "--json" not in given
+    return bool(values.get("as_json"))
 
 
 def _spells_json(args: list[str]) -> bool:

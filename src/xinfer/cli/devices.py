@@ -9,7 +9,12 @@ from xinfer.cli.output import print_json
 
 
 def devices(*, as_json: options.Json = False) -> None:
-    """List the adapters that --device can name: driver, API, memory, and the features that will be used."""
+    """List the adapters that --device can name: driver, API, memory, and the features that will be used.
+
+    It says which one --device auto takes, and where that is the CPU, why.
+
+    xinfer devices --json
+    """
     from xinfer.inspection import list_adapters, render_adapters
 
     report = list_adapters()

@@ -9,7 +9,7 @@ import typer
 
 from xinfer.cli import options
 from xinfer.cli.loading import progress_bars, resolve, warn_of_device
-from xinfer.cli.output import say
+from xinfer.cli.output import print_json, say
 from xinfer.cli.writing import check_target, replacing
 from xinfer.errors import ContextLengthError, NumericalError, RequestError
 
@@ -25,8 +25,12 @@ def logits(
     mode: options.Mode = "auto",
     vram_budget: options.VramBudget = None,
     exact: options.Exact = False,
+    as_json: options.Json = False,
 ) -> None:
-    """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer."""
+    """Write the logits after every token of a sequence, for comparison with another engine. Needs no tokenizer.
+
+    xinfer logits --model Qwen/Qwen2.5-0.5B-Instruct --tokens 9707,11,1879 --out logits.npy
+    """
     import numpy as np
 
     from xinfer.llm import load_model
@@ -51,7 +55,13 @@ def logits(
                 f"the logits after token {int(bad.argmax())} are not finite (NaN or infinity); the weights of {model} "
                 "are damaged, or the device computed wrongly: try --device cpu"
             )
-        source = loaded.device_name if loaded.device is None else f"{loaded.device_name}, KV cache in {kv_cache}"
+        cached = None if loaded.device is None else kv_cache
+        name, fallback = loaded.device_name, loaded.fallback
     with replacing(out) as file:
         np.save(file, values)
+    if as_json:
+        told = {"device": name, "fallback": fallback, "kv_cache": cached}
+        print_json({"file": str(out), "dtype": "float32", "shape": list(values.shape), **told})
+        return
+    source = f"{name}, KV cache in {cached}" if cached else name
     say(f"{out}: float32 {values.shape[0]} x {values.shape[1]}, from {source}")

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from xinfer.cli.output import say
+from xinfer.cli import options
+from xinfer.cli.output import print_json, say
 from xinfer.errors import RequestError
 
 
@@ -57,6 +58,7 @@ def synth(
     k_bias_scale: Annotated[
         float | None, _of_preset(metavar="X", help="Size of the key biases; trained ones are large.")
     ] = None,
+    as_json: options.Json = False,
 ) -> None:
     """Write a tiny checkpoint with random weights and a real tokenizer, to try things on.
 
@@ -73,4 +75,7 @@ def synth(
     chosen = {name: value for name, value in ctx.params.items() if name in SyntheticSpec.__dataclass_fields__}
     spec = dataclasses.replace(PRESETS[preset], **{name: value for name, value in chosen.items() if value is not None})
     write_checkpoint(out, spec, seed=seed)
+    if as_json:
+        print_json({"folder": str(out), "preset": preset, "seed": seed, "spec": dataclasses.asdict(spec)})
+        return
     say(f"{out}: {preset}, seed {seed}; try: xinfer generate --model {out} hello")

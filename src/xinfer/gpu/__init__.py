@@ -8,7 +8,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from xinfer.errors import DeviceError
-from xinfer.gpu import api, d3d12, vulkan
+from xinfer.gpu import _probe, api, d3d12, vulkan
 from xinfer.gpu._disk import cache_folder
 
 __all__ = ["BACKENDS", "automatic", "best", "cache_folder", "choose_device", "diagnose", "list_devices", "open_device"]
@@ -34,6 +34,12 @@ def diagnose() -> dict[str, list[str]]:
     """Why each backend shows no GPU, and what to do; a backend that shows one is left out."""
     reasons = {name: backend.diagnose() for name, backend in BACKENDS.items()}
     return {name: lines for name, lines in reasons.items() if lines}
+
+
+def driver_notes() -> list[str]:
+    """What is wrong with drivers that the environment names, although others show a GPU: `diagnose` is silent then."""
+    told = [line for lines in diagnose().values() for line in lines]
+    return [fault for fault in _probe.driver_file_faults() if fault not in told]
 
 
 def why_no_gpu() -> str:

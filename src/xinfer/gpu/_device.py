@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -150,9 +151,10 @@ class NativeDevice:
     def _idle(self) -> bool:
         if self.core.lost is not None:
             return True
+        end = time.monotonic() + CLOSE_TIMEOUT_S  # for both queues together
         try:
             return all(
-                queue.wait(queue.submitted, CLOSE_TIMEOUT_S)
+                queue.wait(queue.submitted, max(0.0, end - time.monotonic()))
                 for queue in (self._queue, self._transfer_queue)
                 if queue.submitted
             )
