@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import typer
 from xinfer import llm
 from xinfer.cli.app import main
 from xinfer.cli.options import LARGEST_SIZE, byte_count
+from xinfer.cli.status import USAGE
 from xinfer.errors import RequestError
 from xinfer.gpu_model import ModelOptions, OptionValues
 
@@ -76,6 +78,25 @@ def test_model_options_reach_the_model(monkeypatch: pytest.MonkeyPatch, command:
     given = given_to(monkeypatch, "LLM", command, "x", "--context", "64", *MEMORY)
     assert given["options"] == dataclasses.replace(CHOSEN, context=64)
     assert given_to(monkeypatch, "LLM", command, "x")["options"] == ModelOptions()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--kv-cache", "f64", "'f64'; expected one of f16, f32"),
+        ("--mode", "fast", "'fast'; expected one of auto, resident, streaming"),
+        ("--vram-budget", "0", "0; expected a whole number of bytes, 1 or more"),
+    ],
+)
+def test_a_value_that_is_not_known_is_wrong_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, value: str, expected: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["xinfer", "generate", "x", "--json", option, value])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == USAGE
+    message = json.loads(capsys.readouterr().out)["error"]["message"]
+    assert message == f"Invalid value for {option}: {expected}"
 
 
 def test_model_options_reach_what_makes_logits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from xinfer.errors import RequestError
+
 if TYPE_CHECKING:
     from xinfer.gpu_model import ModelOptions
 
@@ -145,7 +147,11 @@ def model_options(ctx: typer.Context) -> ModelOptions:
     given = {name: value for name, value in ctx.params.items() if name in ModelOptions.__dataclass_fields__}
     if "vram_budget" in given:
         given["vram_budget"] = byte_count(given["vram_budget"])
-    return ModelOptions(**given)
+    try:
+        return ModelOptions(**given)
+    except RequestError as error:  # "name=value; what was expected"
+        name, _, found = str(error).partition("=")
+        raise typer.BadParameter(found, param_hint=f"--{name.replace('_', '-')}") from None
 
 
 def numbers(text: str | None, option: str) -> list[int] | None:
