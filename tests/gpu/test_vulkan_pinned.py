@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,6 +160,28 @@ def test_the_faster_way_is_taken(open_vulkan: OpenVulkan, monkeypatch: pytest.Mo
                 ways.append(pages is not None)
                 now[0] += 4 if pages is None else 1 if size < pinned.LARGE else 3.5
         assert ways == [False, True, *([True, True] if size < pinned.LARGE else [False, False])]
+
+
+def test_threads_take_turns_only_until_the_choice_is_made(
+    open_vulkan: OpenVulkan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four come at once: two are timed one behind the other, and then the others are within together."""
+    pinning = open_vulkan(VulkanOptions(direct=False)).pinning
+    if pinning._chosen[False] is False:
+        pytest.skip("the driver imports no memory of the host")
+    monkeypatch.setattr(pinned, "HostPages", lambda size, alignment: SimpleNamespace(size=size))
+    timed, all_here, together = itertools.count(), threading.Barrier(4, timeout=30), threading.Barrier(2, timeout=30)
+
+    def make(_: int) -> None:
+        all_here.wait()
+        with pinning.pages("upload", pinned.LEAST):
+            if next(timed) < 2:
+                time.sleep(0.1)  # the others wait at the lock by now
+            else:
+                together.wait()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(make, range(4)))
 
 
 def test_never_where_the_device_is_written_in_place_or_nobody_imports(open_vulkan: OpenVulkan) -> None:

@@ -93,21 +93,20 @@ class Pinning:
         Until both ways are known one buffer is made at a time, and timed: the driver's way first.
         """
         large = size >= LARGE
-        if kind != "upload" or size < LEAST or self._chosen[large] is False:
+        if kind != "upload" or size < LEAST:
             yield None
             return
-        if self._chosen[large]:
-            yield self._made(size)
-            return
-        with self._lock:
-            chosen, speeds = self._chosen[large], self._speeds[large]
-            ours = bool(speeds) if chosen is None else chosen
-            began = time.perf_counter()
-            yield self._made(size) if ours else None
-            if self._chosen[large] is None:
-                speeds[ours] = size / (time.perf_counter() - began)
-                if len(speeds) == 2:
-                    self._chosen[large] = speeds[True] > MARGIN * speeds[False]
+        if self._chosen[large] is None:
+            with self._lock:
+                if self._chosen[large] is None:  # not decided by another thread meanwhile
+                    speeds = self._speeds[large]
+                    ours, began = bool(speeds), time.perf_counter()
+                    yield self._made(size) if ours else None
+                    speeds[ours] = size / (time.perf_counter() - began)
+                    if len(speeds) == 2 and self._chosen[large] is None:
+                        self._chosen[large] = speeds[True] > MARGIN * speeds[False]
+                    return
+        yield self._made(size) if self._chosen[large] else None
 
     def give_up(self) -> None:
         """The driver has refused pages of ours: no more of them."""
