@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from xinfer.sampling import SamplingParams
 from xinfer.settings import Settings, resolve_settings
 from xinfer.tokenizer import Tokenizer
 
+AT_ONCE_S = 0.02  # a tokenizer that is missing has been missed by then
+
 Message = Mapping[str, Any]
 
 
@@ -27,12 +30,29 @@ class Checkpoint:
 
     Args:
         model: a folder in Hugging Face form, a hub name, or None for the bundled demo model.
+        meanwhile: called with the folder and its configuration while a thread reads the tokenizer, which takes a good
+            part of a second where there are 150,000 tokens. What is wrong with a file is told behind it, but for what
+            shows at once.
     """
 
-    def __init__(self, model: str | Path | None = None) -> None:
+    def __init__(
+        self, model: str | Path | None = None, *, meanwhile: Callable[[Path, Qwen2Config], None] | None = None
+    ) -> None:
         self.folder = hub.resolve(model)
         self.config = Qwen2Config.from_json(self.folder / "config.json")
         self.generation_config = GenerationConfig.from_folder(self.folder)
+        if meanwhile is None:
+            self._read_texts()
+            return
+        with ThreadPoolExecutor(1, "xinfer-tokenizer") as threads:
+            texts = threads.submit(self._read_texts)
+            wait([texts], timeout=AT_ONCE_S)
+            if texts.done():
+                texts.result()
+            meanwhile(self.folder, self.config)
+            texts.result()
+
+    def _read_texts(self) -> None:
         self.tokenizer = Tokenizer.from_folder(self.folder)
         self.tokenizer.check_vocab_size(self.config.vocab_size)
         self.chat_template = ChatTemplate.from_folder(self.folder, special_tokens=self.tokenizer.special_tokens)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from xinfer.engine import Engine, FinishReason, Session, Step, Timing, check_len
 from xinfer.errors import RequestError
 from xinfer.gpu.api import Device, DeviceInfo
 from xinfer.gpu_model import ModelOptions, OptionValues, QwenModel
+from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.weights import ModelWeights
 from xinfer.quarantine import Quarantine, describe
@@ -58,6 +59,8 @@ class Stats:
     load_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    guessed_tokens: int  # by speculation,
+    accepted_tokens: int  # and those of them that the model chose, too
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -191,19 +194,23 @@ class LLM:
         started = time.perf_counter()
         _check_types(options, device, progress, canary=canary)
         chosen = dataclasses.replace(options or ModelOptions(), **values)
-        self.checkpoint = Checkpoint(model)
-        self.context = check_context(chosen.context, self.checkpoint.config)
         self._progress = progress
-        self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(
-            self.checkpoint.config.vocab_size
-        )  # (vocab_size,) bool
-        folder = self.checkpoint.folder
+        with ExitStack() as held:
 
-        def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
-            selector = device if before is None else f"{before.api}:{before.index}"
-            return load_model(folder, chosen, device=selector, mark_ops=mark_ops, progress=progress)
+            def start(folder: Path, config: Qwen2Config) -> None:
+                self.context = check_context(chosen.context, config)
 
-        self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
+                def load(before: DeviceInfo | None, mark_ops: bool) -> LoadedModel:
+                    selector = device if before is None else f"{before.api}:{before.index}"
+                    return load_model(folder, chosen, device=selector, mark_ops=mark_ops, progress=progress)
+
+                self._loaded = RecoveringModel(load, canary=partial(known_answer, folder) if canary else None)
+                held.callback(self._loaded.close)
+
+            self.checkpoint = Checkpoint(model, meanwhile=start)
+            vocab_size = self.checkpoint.config.vocab_size
+            self._invalid_ids = self.checkpoint.tokenizer.invalid_ids(vocab_size)  # (vocab_size,) bool
+            held.pop_all()
         first = self._loaded.loaded
         self._engine: Engine[Any] = Engine(first.model if first.device is None else self._loaded, context=self.context)
         self.device = first.device_name

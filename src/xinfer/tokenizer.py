@@ -25,6 +25,14 @@ from xinfer.tokenizer_files import guarded, read_folder, walk
 MOST_NFC_SHRINKS = 4  # bytes of UTF-8 that NFC makes one of, at most: 7 to 2 in U+1FBE U+0308 U+0301
 
 
+def _ids_of(backend: tokenizers.Tokenizer) -> NDArray[np.int64]:
+    """Every id, in order. A vocabulary without gaps, as nearly all are, is not copied for that."""
+    size = backend.get_vocab_size(with_added_tokens=True)
+    if all(backend.id_to_token(i) is not None for i in range(size)):
+        return np.arange(size, dtype=np.int64)
+    return np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
+
+
 class Tokenizer:
     """A checkpoint's tokenizer. Safe to share between threads.
 
@@ -42,7 +50,7 @@ class Tokenizer:
             backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self._ids = np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
+        self._ids = _ids_of(backend)
         if not self._ids.size:
             raise TokenizerError("the tokenizer has no tokens; expected a vocabulary: take the file from the original")
         self.size = int(self._ids[-1]) + 1

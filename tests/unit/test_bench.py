@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +138,19 @@ def test_a_missing_matplotlib_is_named_with_its_extra(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are another thing there")
 def test_ctrl_c_ends_it(checkpoint: CheckpointFactory) -> None:
-    command = [sys.executable, "-m", "xinfer", "bench", str(checkpoint("gqa")), "--device", "cpu", "--repeats", "99999"]
+    code = """
+import sys
+from xinfer.bench import run
+from xinfer.cli.app import main
+measure = run.time_prompt
+run.time_prompt = lambda *given, **more: (print("measuring", flush=True), measure(*given, **more))[1]
+sys.argv[0] = "xinfer"
+main()
+"""
+    command = [sys.executable, "-c", code, "bench", str(checkpoint("gqa")), "--device", "cpu", "--repeats", "99999"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        time.sleep(3)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "measuring\n"
         os.kill(process.pid, signal.SIGINT)
         out, errors = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
