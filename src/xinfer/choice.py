@@ -5,6 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+SPECULATE_MOST = 15  # tokens guessed at a time
+
+
+@dataclass(slots=True)
+class Tally:
+    """How guessing went: tokens that were guessed, and those of them that turned out to be the answer's."""
+
+    guessed: int = 0
+    accepted: int = 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -15,6 +25,8 @@ class Choice:
         bias: added to the scores of these ids; minus infinity forbids one.
         prompt_ids: what the repetition penalty covers besides the answer.
         answer_ids: the tokens chosen so far, which every penalty covers.
+        speculate: guess so many tokens from earlier text and check them in one pass, where the best one is chosen.
+        tally: how that went.
     """
 
     n_valid: int
@@ -29,6 +41,8 @@ class Choice:
     bias: Mapping[int, float] = field(default_factory=dict)
     prompt_ids: Sequence[int] = ()
     answer_ids: Sequence[int] = ()
+    speculate: int = 0
+    tally: Tally = field(default_factory=Tally, compare=False)
 
     @property
     def penalizes(self) -> bool:

@@ -95,6 +95,8 @@ class Timing:
     generated_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine(Generic[C]):
@@ -278,7 +280,7 @@ class Session(Generic[C]):
             self._extend(prompt_ids, reused, on_prefill)
             choice = sampler.choice
             if choice is not None and self._engine.can_choose(choice):
-                yield from self._chosen(prompt_ids[-1], choice, limit)
+                yield from self._chosen(prompt_ids[-1], choice, limit, timing)
                 return
             logits = self._append(prompt_ids[-1:])
         for n in range(limit):
@@ -314,12 +316,13 @@ class Session(Generic[C]):
             tell(len(chunk))
             begin += len(chunk)
 
-    def _chosen(self, token: int, choice: Choice, limit: int) -> Iterator[Sampled]:
+    def _chosen(self, token: int, choice: Choice, limit: int, timing: Timing) -> Iterator[Sampled]:
         answer = self._engine.choose(token, self._cache, choice, limit=limit)
         with self._repaired(), closing(answer) as tokens:
             for chosen in tokens:
                 self._ids.append(token)
                 token = chosen
+                timing.guessed_tokens, timing.accepted_tokens = choice.tally.guessed, choice.tally.accepted
                 yield Sampled(chosen, None, ())
 
     def _append(self, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -59,6 +59,8 @@ class Stats:
     load_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    guessed_tokens: int  # by speculation,
+    accepted_tokens: int  # and those of them that the model chose, too
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xinfer.choice import Choice
+from xinfer.choice import SPECULATE_MOST, Choice
 from xinfer.errors import NumericalError, RequestError
 
 MAX_STOPS = 64
@@ -59,6 +59,9 @@ class SamplingParams:
         stop_token_ids: Ids that end the answer, besides the checkpoint's own.
         ignore_eos: Do not end at the checkpoint's own stop ids.
         logprobs: Report the log probability of every token and of this many alternatives (0 to 20).
+        speculate: On a GPU, guess up to so many tokens (0 to 15) from what followed the last two or three before, and
+            check them in one pass. Greedy answers without penalties only, whose tokens stay the same; it pays where
+            layers are streamed and text repeats itself.
     """
 
     max_tokens: int | None = None
@@ -75,6 +78,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    speculate: int = 0
 
     def __post_init__(self) -> None:
         _check_int("max_tokens", self.max_tokens, low=1, do="leave it out for as many as the context holds")
@@ -87,6 +91,9 @@ class SamplingParams:
         _check_float("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0, do="0 is neutral")
         _check_int("seed", self.seed, low=0, high=MAX_SEED, do="leave it out for a random one")
         _check_int("logprobs", self.logprobs, low=0, high=MAX_LOGPROBS, do="leave it out for none")
+        _check_int("speculate", self.speculate, low=0, high=SPECULATE_MOST, do="0 guesses nothing")
+        if self.speculate is None:
+            raise RequestError("speculate must be a number; 0 guesses nothing")
         if self.presence_penalty is None or self.frequency_penalty is None:
             raise RequestError("presence_penalty and frequency_penalty must be numbers; 0 is neutral")
         if not isinstance(self.ignore_eos, bool):
@@ -196,6 +203,7 @@ class Sampler:
             frequency_penalty=self.params.frequency_penalty,
             bias=bias,
             prompt_ids=np.flatnonzero(self._seen).tolist(),
+            speculate=self.params.speculate,
         )
 
     def _fits_float32(self) -> bool:

@@ -55,6 +55,7 @@ def chat(
     seed: options.Seed = None,
     stop: options.Stop = None,
     stop_token_ids: options.StopTokenIds = None,
+    speculate: options.Speculate = 0,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
     stream: options.JsonStream = False,

@@ -38,6 +38,7 @@ def generate(
     seed: options.Seed = None,
     stop: options.Stop = None,
     stop_token_ids: options.StopTokenIds = None,
+    speculate: options.Speculate = 0,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", metavar="", help="Go on past the model's stop tokens.")
     ] = False,

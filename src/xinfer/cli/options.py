@@ -127,6 +127,17 @@ StopTokenIds = Annotated[
     ),
 ]
 
+Speculate = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        max=15,
+        metavar="N",
+        help="Greedy on a GPU: guess up to N tokens from earlier text and check them in one pass. Same text; pays "
+        "where layers are streamed.",
+    ),
+]
+
 
 def byte_count(size: str | None) -> int | None:
     """`8GB`, `7.5GiB`, `500 MB` or plain bytes as a number of bytes."""

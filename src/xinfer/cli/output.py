@@ -81,11 +81,15 @@ def _statistics(completion: Completion) -> str:
     stats = completion.stats
     rate = f" {stats.decode_tokens_per_second:,.1f} tok/s" if stats.generated_tokens > 1 else ""
     cached = f" ({stats.cached_tokens:,} kept)" if stats.cached_tokens else ""
+    guesses = ""
+    if stats.guessed_tokens:
+        passes = stats.generated_tokens / max(1, stats.generated_tokens - stats.accepted_tokens)
+        guesses = f", {stats.accepted_tokens:,} of {stats.guessed_tokens:,} guesses right: {passes:.1f} tokens a pass"
     device = f"{stats.device}, tuned" if stats.tuned else stats.device
     return (
         f"[{device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
         f"{stats.prefill_tokens_per_second:,.0f} tok/s, answer {stats.generated_tokens:,} tokens"
-        f"{rate}, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
+        f"{rate}{guesses}, seed {stats.seed}, {completion.finish_reason or 'stopped'}"
     )
 
 

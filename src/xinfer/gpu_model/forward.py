@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -344,6 +344,26 @@ class Pass:
 
     def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
         return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)
+
+
+class RowByRow:
+    """Rows of one sequence, each with a pass of its own by the ops of a single row: the numbers are those of steps.
+
+    A layer is run for one row after the other, so that each sees the keys of those before it.
+    """
+
+    def __init__(self, passes: Sequence[Pass]) -> None:
+        self.passes = passes
+
+    @property
+    def recording(self) -> Recording:
+        """What is being recorded into."""
+        return self.passes[0].recording
+
+    def layer(self, i: int, *, cache_only: bool = False) -> None:
+        """As `Pass.layer`, for every row."""
+        for one in self.passes:
+            one.layer(i, cache_only=cache_only)
 
 
 class TappedPass(Pass):

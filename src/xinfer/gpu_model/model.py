@@ -25,6 +25,7 @@ from xinfer.gpu_model.memory import MemoryPlan, plan_for
 from xinfer.gpu_model.options import Mode, ModelOptions
 from xinfer.gpu_model.prediction import step_seconds
 from xinfer.gpu_model.prompt import chunks_at_once, run_together
+from xinfer.gpu_model.speculation import Lookup, agreement
 from xinfer.gpu_model.steps import LOAD, READ, ROW_BUCKETS, STEP, Steps
 from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.watch import BudgetWatch, layers_to_move, layers_to_return
@@ -244,6 +245,9 @@ class QwenModel:
             NumericalError: a step made a NaN or an infinity; layer and op are named.
         """
         ids = checked_ids([token], self.config.vocab_size).tolist()
+        if choice.speculate and choice.is_argmax:
+            yield from self._speculated(ids[0], cache, choice, limit)
+            return
         answer = Answer(self, self._steps, ids[0], cache, choice, limit=limit)
         try:
             for n in range(answer.limit):
@@ -257,6 +261,44 @@ class QwenModel:
                 yield chosen
         finally:
             answer.closed = True
+
+    def _speculated(self, token: int, cache: KVCache, choice: Choice, limit: int) -> Generator[int]:
+        """As `choose`, with guesses that are checked together; a token joins the cache when it is yielded."""
+        lookup, tally = Lookup([*cache.ids, token]), choice.tally
+        left, width = min(limit, cache.capacity - cache.length), choice.speculate
+        while left:
+            with self._lock:
+                self._keep_within_budget()
+                rows = [token, *lookup.guess(min(width, left - 1))]
+                self._reserve(cache, cache.length + len(rows))
+                chosen = self._checked(rows, cache, choice)
+            n = agreement(rows[1:], chosen)
+            # Where guesses go wrong few are made, and more again as they come true.
+            width = n + 1 if n < len(rows) - 1 else min(2 * width, choice.speculate)
+            tally.guessed += len(rows) - 1
+            tally.accepted += n
+            for fed, found in zip(rows[: n + 1], chosen, strict=False):
+                if found == BAD_TOKEN:
+                    with self._lock:
+                        self.trace([fed], cache)
+                cache.append([fed], rows=1)
+                lookup.add(found)
+                yield found
+            token, left = chosen[n], left - n - 1
+
+    def _checked(self, rows: list[int], cache: KVCache, choice: Choice) -> list[int]:
+        """What is chosen behind each of these tokens, which follow the cache."""
+        steps = self._steps
+        if len(rows) == 1:
+            answer = Answer(self, steps, rows[0], cache, choice, limit=1)
+            try:
+                return [answer.token(0)]
+            finally:
+                answer.closed = True
+        recording = steps.check(len(rows), choice.n_valid)
+        steps.stage_check(rows, cache)
+        steps.wait(steps.submit(recording, (LOAD, STEP)), urgent=True)
+        return steps.checked(len(rows))
 
     def step_times(
         self, cache: KVCache, token: int = 0, *, each_op: bool = True, repeats: int = 1

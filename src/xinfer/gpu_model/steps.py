@@ -20,6 +20,7 @@ from xinfer.gpu_model.forward import (
     Array,
     Network,
     Pass,
+    RowByRow,
     Tap,
     TappedPass,
     Workspace,
@@ -76,6 +77,7 @@ class Steps:
         self.max_rows = plan.rows
         self.exact = exact
         self._weights = weights
+        self._rows_to_check: list[tuple[Workspace, Buffer]] = []
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
@@ -204,6 +206,58 @@ class Steps:
 
         return self._kept(("draw", 0), record)
 
+    def check(self, n: int, n_valid: int) -> Recording:
+        """N rows that follow each other, and the best id below n_valid behind each; to the bit as n steps."""
+        rows = self._check_rows(n)
+
+        def record(recording: Recording) -> None:
+            recording.segment(LOAD)
+            recording.barrier()
+            for space, _ in rows:
+                recording.copy(*space.states(1))
+            recording.segment(STEP)
+            recording.barrier()
+            passes = [Pass(self.network(), space, 1, recording) for space, _ in rows]
+            for one in passes:
+                one.embed()
+            self.record_layers(RowByRow(passes), STEP)
+            for one, (_, chosen) in zip(passes, rows, strict=True):
+                one.head(self.logits)
+                ops.argmax(
+                    *(one.on, self.logits, one.state, chosen),
+                    n_valid=n_valid,
+                    ring_size=1,
+                    advance=True,
+                    scratch=self._candidates,
+                )
+                one.done("argmax")
+
+        return self._kept((f"check {n}", n_valid), record)
+
+    def stage_check(self, tokens: Sequence[int], cache: KVCache) -> None:
+        """Write the states of tokens behind the cache, for the next `check` of so many."""
+        if self._staging_used is not None:
+            self.wait(self._staging_used)
+        for i, (token, (space, _)) in enumerate(zip(tokens, self._check_rows(len(tokens)), strict=True)):
+            space.staging.write(RowState(token=token, position=cache.length + i, sequence=cache.sequence).pack())
+
+    def checked(self, n: int) -> list[int]:
+        """The tokens that the last `check` of n rows has chosen, once it has been waited for."""
+        return [int.from_bytes(chosen.read(0, 4), "little") for _, chosen in self._check_rows(n)]
+
+    def _check_rows(self, n: int) -> list[tuple[Workspace, Buffer]]:
+        """Activations and the chosen token of n rows, made when first needed."""
+        while len(self._rows_to_check) < n:
+            number = len(self._rows_to_check)
+            with ExitStack() as made:
+                space = Workspace(self.device, self.config, 1, f"row {number}")
+                made.callback(space.release)
+                chosen = self.device.create_buffer(4, "readback", f"token of row {number}")
+                made.callback(chosen.release)
+                self._held.push(made.pop_all())
+            self._rows_to_check.append((space, chosen))
+        return self._rows_to_check[:n]
+
     def record_step(self, recording: Recording, n_valid: int | None, *, timed: Timed = "no") -> None:
         """One token through the network, and the choice of the next one: the best id below n_valid, or a drawn one."""
         recording.barrier()
@@ -240,7 +294,7 @@ class Steps:
         return self._kept(("whole" if whole else "prefill", n), record)
 
     def record_layers(
-        self, step: Pass, name: str, *, cache_only: bool = False, after: Callable[[int], None] | None = None
+        self, step: Pass | RowByRow, name: str, *, cache_only: bool = False, after: Callable[[int], None] | None = None
     ) -> None:
         """All layers, each streamed one in a segment of its own; `cache_only` is for the last one.
 
