@@ -393,7 +393,7 @@ def test_garbage_that_shows_as_nan_is_garbage_all_the_same(
 ) -> None:
     """The sentinel for NaN hears of it before the canary: the weights are not to blame."""
     with planned(monkeypatch) as plan, LLM(folder, device="vulkan", canary=True) as llm:
-        stream = llm.stream("the sea", temperature=1.0, seed=3, ignore_eos=True, max_tokens=12)
+        stream = llm.stream("the sea", seed=3, max_tokens=12, **SAMPLED)
         next(stream)
         plan.fault = Fault("garbage")
         (buffer,) = (buffer for buffer in plan.devices[0].buffers if buffer.label == "layer 1")
