@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib.metadata
 import importlib.util
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,8 @@ SLANG_SPIRV = 6
 SLANG_STAGE_COMPUTE = 6
 SLANG_LANGUAGE = {".slang": 1, ".hlsl": 2}
 OPTIMIZATION_LEVEL = 2
+
+_of_thread = threading.local()
 
 
 class SlangError(RuntimeError):
@@ -71,11 +74,14 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
     return library
 
 
-@functools.cache
 def _session() -> int:
-    session: int | None = _library().spCreateSession(None)
-    if not session:
-        raise SlangError("the shader compiler could not start a session")
+    """This thread's session: no two threads may use one at a time."""
+    session: int | None = getattr(_of_thread, "session", None)
+    if session is None:
+        session = _library().spCreateSession(None)
+        if not session:
+            raise SlangError("the shader compiler could not start a session")
+        _of_thread.session = session
     return session
 
 
