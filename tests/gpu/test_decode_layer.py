@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import CheckpointFactory
 
 import build_shaders
+from xinfer.choice import Choice
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import QwenModel
 from xinfer.gpu_model.tuning import LayerChoice, Tuning
@@ -152,10 +153,18 @@ def model(device: Device, checkpoint: CheckpointFactory) -> Iterator[QwenModel]:
         yield loaded
 
 
-def continuation(model: QwenModel, n: int) -> list[int]:
+def continuation(model: QwenModel, n: int, prompt: list[int] = PROMPT, **choice: Any) -> list[int]:
+    return answered(model, n, prompt, **choice)[0]
+
+
+def answered(model: QwenModel, n: int, prompt: list[int], **choice: Any) -> tuple[list[int], bytes]:
+    """The tokens, and the bits of the logits behind them."""
     cache = model.make_cache(100)
-    model.extend(PROMPT[:-1], cache)
-    return list(model.greedy(PROMPT[-1], cache, limit=n))
+    model.extend(prompt[:-1], cache)
+    how = Choice(n_valid=model.config.vocab_size, **choice)
+    found = list(model.choose(prompt[-1], cache, how, limit=n))
+    assert bool(how.tally.guessed) == bool(how.speculate)
+    return found, model.forward([7], cache, last_only=True).tobytes()
 
 
 def last_logits(model: QwenModel) -> Any:
@@ -173,6 +182,8 @@ def test_a_model_whose_layers_are_one_dispatch_each_answers_as_before(model: Qwe
     assert np.linalg.norm(found - logits) < 1e-5 * np.linalg.norm(logits)
     assert not np.array_equal(found, logits), "the same kernels ran"
     assert continuation(model, 20) == expected
+    twice = answered(model, 20, PROMPT * 2)  # what follows has stood there before, and is guessed
+    assert answered(model, 20, PROMPT * 2, speculate=3) == twice
     assert model.given_up == []
 
 
@@ -193,3 +204,8 @@ def test_a_step_whose_barriers_are_given_up_is_run_again_without(
     assert np.array_equal(last_logits(model), logits)
     assert model.given_up == [SMALL, SMALL]
     assert continuation(model, 12) == expected
+    twice = continuation(model, 12, PROMPT * 2)
+    model.steps.kernels.quarantine = frozenset()
+    model.tune(many)
+    assert continuation(model, 12, PROMPT * 2, speculate=3) == twice
+    assert model.given_up == [SMALL] * 3

@@ -166,12 +166,16 @@ class Steps:
             self._layer_variant = plan.variant.id
         return plan
 
-    def given_up(self) -> str | None:
-        """The kernel whose barriers were given up in the last step, which is void then; None where none was."""
+    def given_up(self, n_checked: int = 1) -> str | None:
+        """The kernel whose barriers were given up in the last step, which is void then; None where none was.
+
+        With `n_checked`, in the last `check` of so many rows.
+        """
         if self._layer_variant is None:
             return None
-        state = RowState.unpack(self.device.download(self.one.states(1)[1], TIMEOUT_S))
-        return self._layer_variant if state.arrived >= ops.ABORTED else None
+        spaces = [self.one] if n_checked == 1 else [space for space, _ in self._check_rows(n_checked)]
+        states = [RowState.unpack(self.device.download(space.states(1)[1], TIMEOUT_S)) for space in spaces]
+        return self._layer_variant if any(state.arrived >= ops.ABORTED for state in states) else None
 
     def forbid(self, variant: str) -> None:
         """Do without a kernel from now on; what was recorded is recorded again, and scratch memory is made anew."""
@@ -252,7 +256,7 @@ class Steps:
                 recording.copy(*space.states(1))
             recording.segment(STEP)
             recording.barrier()
-            passes = [Pass(self.network(), space, 1, recording) for space, _ in rows]
+            passes = [Pass(self.network(), space, 1, recording, whole_layers=True) for space, _ in rows]
             for one in passes:
                 one.embed()
             self.record_layers(RowByRow(passes), STEP)
