@@ -1,8 +1,14 @@
 """Runs the command as a user does: what lands on stdout, what on stderr, and the exit status."""
 
 import os
+import signal
 import subprocess
 import sys
+
+
+def hear_interrupts() -> None:
+    """In a child: undo what `nohup` or a shell's `&` may have done to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import CheckpointFactory
-from tests.unit.cli_run import run
+from tests.unit.cli_run import hear_interrupts, run
 
 from xinfer.bench.loops import spread_of
 from xinfer.bench.plot import check_plot, draw
@@ -148,7 +148,8 @@ sys.argv[0] = "xinfer"
 main()
 """
     command = [sys.executable, "-c", code, "bench", str(checkpoint("gqa")), "--device", "cpu", "--repeats", "99999"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=hear_interrupts) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "measuring\n"
         os.kill(process.pid, signal.SIGINT)

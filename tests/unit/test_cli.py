@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tests.unit.cli_run import run
+from tests.unit.cli_run import hear_interrupts, run
 
 from xinfer import LLM, inspection
 from xinfer.cli.app import main, with_options
@@ -223,11 +223,6 @@ def test_a_reader_that_leaves_early_is_no_error(folder: Path) -> None:
     assert len(done.stdout) == 5
     assert b"Traceback" not in done.stderr
     assert b"Error" not in done.stderr
-
-
-def hear_interrupts() -> None:
-    """In a child: undo what `nohup` or a shell's `&` may have done to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
