@@ -40,8 +40,9 @@ HEADERS := /usr/include/vulkan/vulkan_core.h /usr/include/directx/d3d12.h /usr/s
 headers:
 	@ls $(HEADERS) >/dev/null 2>&1 || ./scripts/apt-install libvulkan-dev directx-headers-dev mingw-w64-common || true
 
+# TESTS='tests/gpu -k rope' and the like run a part of it.
 test: $(READY) vulkan headers  ## the whole test suite, but for what needs torch (compare) or long (soak)
-	$(PY) -m pytest -m 'not soak'
+	$(PY) -m pytest -m 'not soak' $(TESTS)
 
 # In a Debian folder of its own, which scripts/vkd3d-env makes once: vkd3d's HLSL compiler has to be a new one.
 test-d3d12: $(READY)  ## what runs on Direct3D 12, through vkd3d (needs root or sudo; the first time takes minutes)
