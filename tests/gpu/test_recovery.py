@@ -458,11 +458,11 @@ def test_the_canary_fits_into_any_context(folder: Path, monkeypatch: pytest.Monk
 
 # --- a process that is killed -----------------------------------------------------------------------------------------
 
-CHILD = """
+CHILD = f"""
 import sys
 from xinfer import LLM
 with LLM(sys.argv[1], device="vulkan") as llm:
-    for chunk in llm.stream("the sea", temperature=1.0, seed=3, ignore_eos=True, max_tokens=12):
+    for chunk in llm.stream("the sea", seed=3, max_tokens=12, **{SAMPLED}):
         print(chunk.sampled.token, flush=True)
 """
 
