@@ -455,7 +455,7 @@ def test_long_prompts_in_chunks(
     monkeypatch.setattr(memory, "MOST_ROWS", most)
     monkeypatch.setattr(memory, "MOST_ROWS_SMALL", most)
     folder = checkpoint("sliding")
-    ids = np.random.default_rng(0).integers(0, 384, 100)
+    ids = np.random.default_rng(0).integers(0, 384, 100 if most > 1 else 40)  # chunks of one token take long
     with on(device, folder) as model:
         expected = expected_logits(folder, ids)
         assert error_of(model.forward(ids), expected) < LIMIT
