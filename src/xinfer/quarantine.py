@@ -21,7 +21,7 @@ from typing import Any
 
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
-from xinfer.state_files import alone, write_whole
+from xinfer.state_files import alone, entries_of, write_whole
 
 PATH_VARIABLE = "XINFER_QUARANTINE"  # another file than `quarantine_path` would give
 VERSION = 1
@@ -91,7 +91,7 @@ class Quarantine:
                 self._warn(f"the quarantine file {self.path} is no file; it is ignored")
                 return []
             with self.path.open("rb") as file:
-                return _parse(file.read(LARGEST))
+                return [_entry(item) for item in entries_of(file.read(LARGEST), VERSION)]
         except FileNotFoundError:
             return []
         except (ValueError, RecursionError) as error:
@@ -273,15 +273,6 @@ def as_text(entries: list[Entry]) -> str:
             lines.append(f"  {entry.variant:<{width}}  {why}{since}")
         parts.append("\n".join(lines))
     return "\n\n".join(parts) or "no kernel is in quarantine"
-
-
-def _parse(data: bytes) -> list[Entry]:
-    content = json.loads(data)
-    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
-        raise ValueError("it has no list of entries")  # noqa: TRY004  # of a file's content, not a caller's
-    if content.get("version") != VERSION:
-        raise ValueError(f"its version is {content.get('version')!r}; expected {VERSION}")
-    return [_entry(item) for item in content["entries"]]
 
 
 def _entry(item: Any) -> Entry:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 LOCK_S = 10.0  # another writer takes milliseconds
 
@@ -22,6 +24,17 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def entries_of(data: bytes, version: int) -> list[Any]:
+    """The entries of a file that is {"version": ..., "entries": [...]} in JSON. Raises ValueError where it is not."""
+    content = json.loads(data)
+    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
+        raise ValueError("it has no list of entries")  # noqa: TRY004  # of a file's content, not a caller's
+    if content.get("version") != version:
+        raise ValueError(f"its version is {content.get('version')!r}; expected {version}")
+    entries: list[Any] = content["entries"]
+    return entries
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.gpu_model.tuning import Tuning
 from xinfer.quarantine import Driver
 from xinfer.shaders.catalog import variants
-from xinfer.state_files import alone, write_whole
+from xinfer.state_files import alone, entries_of, write_whole
 
 PATH_VARIABLE = "XINFER_TUNING"  # another file than `tuning_path` would give
 VERSION = 1
@@ -133,7 +133,7 @@ class TuningFile:
             if self.path is None or not self.path.is_file():
                 return []
             with self.path.open("rb") as file:
-                return _parse(file.read(LARGEST))
+                return [_entry(item) for item in entries_of(file.read(LARGEST), VERSION)]
         except (ValueError, RecursionError) as error:
             reason = str(error)
         except OSError as error:
@@ -154,15 +154,6 @@ def tuning_path() -> Path | None:
         return Path(named)
     folder = gpu.cache_folder("tuning")
     return folder / "kernels.json" if folder else None
-
-
-def _parse(data: bytes) -> list[Entry]:
-    content = json.loads(data)
-    if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
-        raise ValueError("it has no list of entries")  # noqa: TRY004  # of a file's content, not a caller's
-    if content.get("version") != VERSION:
-        raise ValueError(f"its version is {content.get('version')!r}; expected {VERSION}")
-    return [_entry(item) for item in content["entries"]]
 
 
 def _entry(item: Any) -> Entry:

@@ -14,9 +14,7 @@ from xinfer import ops
 from xinfer.model import reference
 from xinfer.shaders.catalog import Variant, variants
 
-ALL_COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
-COOP = [v for v in ALL_COOP if not v.define("SWIGLU")]
-GATED = [v for v in ALL_COOP if v.define("SWIGLU")]
+COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
 # Both tile sizes, both forms, both formats.
 EMULATED = ("f16.coop64.split", "f16.coop128.half", "bf16.coop64.half")
 SHAPES = [(9, 1, 8), (64, 128, 32), (65, 129, 40), (130, 257, 264)]
@@ -186,7 +184,23 @@ def multiply_what_is_no_number(bench: Bench, variant: Variant) -> None:
     assert finite[[row for row in range(n) if row not in bad]].all()
 
 
-@pytest.mark.parametrize("name", EMULATED)
+def multiply_all(bench: Bench, variant: Variant) -> None:
+    """Products of every kind that a variant makes."""
+    if variant.define("SWIGLU"):
+        for shape in SHAPES:
+            multiply_gated(bench, variant, shape)
+        multiply_gated(bench, variant, (70, 200, 64), slices=3)
+        return
+    for shape in SHAPES:
+        multiply(bench, variant, shape)
+    multiply(bench, variant, (70, 200, 64), slices=3)
+    for n_parts in (2, 3, 4):  # of 5 tiles of columns
+        multiply(bench, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
+    multiply(bench, variant, (70, 201, 3 * 64 + 8), n_parts=4, slices=3)  # the last part has few columns
+    multiply_what_is_no_number(bench, variant)
+
+
+@pytest.mark.parametrize("name", [*EMULATED, *(f"{name}.swiglu" for name in EMULATED)])
 def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     variant = variants()[f"linear_gemm.{name}"]
     if bench.kernels.usable(variant.id):
@@ -194,49 +208,18 @@ def test_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> N
     with ops.KernelSet(bench.device) as kernels:
         own = dataclasses.replace(bench, kernels=kernels)
         emulate(own, variant, monkeypatch)
-        for shape in SHAPES:
-            multiply(own, variant, shape)
-        multiply(own, variant, (70, 200, 64), slices=3)
-        for n_parts in (2, 3, 4):  # of 5 tiles of columns
-            multiply(own, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
-        multiply(own, variant, (70, 201, 3 * 64 + 8), n_parts=4, slices=3)  # the last part has few columns
-        multiply_what_is_no_number(own, variant)
+        multiply_all(own, variant)
         own.release()
-
-
-@pytest.mark.parametrize("name", EMULATED)
-def test_gated_emulated(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    variant = variants()[f"linear_gemm.{name}.swiglu"]
-    if bench.kernels.usable(variant.id):
-        pytest.skip("it has the real ones")
-    with ops.KernelSet(bench.device) as kernels:
-        own = dataclasses.replace(bench, kernels=kernels)
-        emulate(own, variant, monkeypatch)
-        for shape in SHAPES:
-            multiply_gated(own, variant, shape)
-        multiply_gated(own, variant, (70, 200, 64), slices=3)
-        own.release()
-
-
-@pytest.mark.parametrize("variant", GATED, ids=lambda variant: variant.id)
-def test_gated_on_matrix_cores(bench: Bench, variant: Variant) -> None:
-    if not bench.kernels.usable(variant.id):
-        pytest.skip(f"{bench.device.info.name} has no matrix cores that {variant.id} can use")
-    for shape in (*SHAPES, (512, 4864, 896)):
-        multiply_gated(bench, variant, shape)
-    multiply_gated(bench, variant, (70, 200, 64), slices=3)
 
 
 @pytest.mark.parametrize("variant", COOP, ids=lambda variant: variant.id)
 def test_on_matrix_cores(bench: Bench, variant: Variant) -> None:
     if not bench.kernels.usable(variant.id):
         pytest.skip(f"{bench.device.info.name} has no matrix cores that {variant.id} can use")
-    for shape in (*SHAPES, (512, 896, 4864)):
-        multiply(bench, variant, shape)
-    multiply(bench, variant, (70, 200, 64), slices=3)
-    for n_parts in (2, 3, 4):
-        multiply(bench, variant, (70, 200, 5 * 64), n_parts=n_parts, slices=2)
-    multiply_what_is_no_number(bench, variant)
+    multiply_all(bench, variant)
+    large = multiply_gated if variant.define("SWIGLU") else multiply
+    for shape in ((512, 896, 4864), (512, 4864, 896)):
+        large(bench, variant, shape)
 
 
 def test_parts_of_sums_are_taken_where_tiles_are_few() -> None:
