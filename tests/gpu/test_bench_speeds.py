@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,8 +67,9 @@ def test_the_report_adds_up(device: Device, checkpoint: CheckpointFactory, monke
     assert report["memory"]["device_peak"] > 4 * report["parameters"] / 2
     assert min(own["memory"], own["bus"], own["matrix"]) > 0
     assert device.info.name in as_text(report)
-    with open("/dev/null", "wb") as file:  # noqa: PTH123
-        draw(report, file, "png")
+    if importlib.util.find_spec("matplotlib"):  # which the folder of vkd3d lacks
+        with Path(os.devnull).open("wb") as file:
+            draw(report, file, "png")
 
 
 def test_wrong_numbers_have_no_speed(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:

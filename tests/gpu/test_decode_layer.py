@@ -131,6 +131,8 @@ def attempts(device: Device, kernels: KernelSet, trial: LayerTrial, n: int) -> s
 
 def test_workgroups_wait_for_one_another(device: Device, shared_kernels: KernelSet) -> None:
     """Two at a time: the software driver runs as many as it has threads."""
+    if not KernelSet(device, proved=proofs([SMALL])).usable(SMALL):
+        pytest.skip(f"{device.info.name} lacks what {SMALL} needs")
     if device.info.kind == "cpu" and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("the software driver needs two cores for two workgroups")
     said = attempts(device, shared_kernels, layer_trial(SMALL, n_keys=300, n_groups=2), 30)
