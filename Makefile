@@ -48,7 +48,7 @@ test: $(READY) vulkan headers  ## the whole test suite, but for what needs torch
 test-d3d12: $(READY)  ## what runs on Direct3D 12, through vkd3d (needs root or sudo; the first time takes minutes)
 	$(PY) tools/build_shaders.py
 	XINFER_REQUIRE_GPU=1 XINFER_TEST_BACKENDS=d3d12 PYTHON=$(PY) ./scripts/vkd3d-env \
-	  python3 -m pytest -p no:cacheprovider -m 'not soak' -k d3d12 tests/gpu tests/test_forward_parity.py
+	  python3 -m pytest -p no:cacheprovider -m 'not soak' -k d3d12 tests/gpu tests/test_forward_parity.py $(TESTS)
 
 DXIL_TESTS := tests/unit/test_dxc.py tests/gpu/test_rms_norm.py tests/gpu/test_argmax.py tests/gpu/test_swiglu.py
 test-d3d12-dxil: $(READY)  ## ops on Direct3D 12 by shader model 6, through a dxcompiler for Linux that is fetched (70 MB)
