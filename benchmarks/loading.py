@@ -46,6 +46,7 @@ from xinfer.model.weights import ModelWeights
 
 WRITERS = 8
 SCRATCH = 1 << 20  # bytes that stay in a core's own cache
+ALONE = "the file, by the loader's threads, from the page cache"  # into memory that was there, and no further
 AT_MOST = 4 << 30  # bytes of memory that the host's peers are measured on
 
 
@@ -193,13 +194,12 @@ def host_peers(folder: Path, device: Device, size: int) -> dict[str, float]:
     return found
 
 
-def load_weights(weights: ModelWeights, device: Device) -> float:
-    """Bytes a second of the weights alone, memory on the device made before."""
-    layout = WeightsLayout(weights)
-    loaded = DeviceWeights(device, weights, layout)
+def load_weights(weights: ModelWeights, device: Device) -> list[float]:
+    """Bytes a second of the weights alone, three times, memory on the device made before."""
+    loaded = DeviceWeights(device, weights, WeightsLayout(weights), load=False)
     try:
         with Loader(device, weights) as loader:
-            return rate(weights.nbytes, lambda: loader.load(loaded._jobs()))
+            return [rate(weights.nbytes, lambda: loader.load(loaded._jobs())) for _ in range(3)]
     finally:
         loaded.release()
 
@@ -251,11 +251,13 @@ def measure(folder: Path, device: Device, *, cold: bool, peers: bool) -> dict[st
         say(f"{device.info.name}: the bus moves {bus / 1e9:.1f} GB/s; {size / 1e9:.2f} GB to load")
         read_like_dd(folder)  # into the page cache
         found["the file, like dd, from the page cache"] = rate(size, lambda: read_like_dd(folder))
+        found[ALONE] = max(load_probe.raw_reading(weights, n_readers()) for _ in range(3))
         predicted = predict(weights, device)
         found["load, from the page cache, as predicted"] = size / predicted.load_seconds
         for n in (1, 2, 3):
             found[f"load, from the page cache, whole model, {n}"] = load_model(weights, device)
-        found["load, from the page cache, weights alone"] = load_weights(weights, device)
+        for n, speed in enumerate(load_weights(weights, device), 1):
+            found[f"load, from the page cache, weights alone, {n}"] = speed
         if size < 0.6 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
             found["load, from the page cache, all layers pinned"] = load_pinned(weights, device)
         if cold:
@@ -271,16 +273,16 @@ def measure(folder: Path, device: Device, *, cold: bool, peers: bool) -> dict[st
 
 
 def table(found: dict[str, float]) -> str:
-    """For people: GB/s, and the share of the bus or of dd's speed that a load reaches."""
+    """For people: GB/s, and the share of the bus, of reading alone or of dd's speed that a load reaches."""
     bus, disk = found["one large transfer to the device"], found.get("the file, like dd, from the disk")
     lines = []
     for name, speed in found.items():
         share = ""
         if name.startswith("load, from the page cache"):
-            share = f"  {speed / bus:.0%} of the bus"
+            share = f"  {speed / bus:.0%} of the bus, {speed / found[ALONE]:.0%} of reading alone"
         elif name.startswith("load, from the disk") and disk:
             share = f"  {speed / disk:.0%} of dd"
-        lines.append(f"{name:<52} {speed / 1e9:8.2f} GB/s{share}")
+        lines.append(f"{name:<54} {speed / 1e9:8.2f} GB/s{share}")
     return "\n".join(lines)
 
 
@@ -302,7 +304,7 @@ def main() -> int:
         assert info is not None
         assert info.api == "vulkan"
         with checkpoint(arguments) as folder:
-            load_probe.probe(folder, info.index)
+            load_probe.run(folder, info.index)
         return 0
     device = gpu.open_device(arguments.device)
     assert device is not None

@@ -135,6 +135,12 @@ class FaultyDevice(VulkanDevice):
         self._event(f"upload {_label(target)}")
         super().upload_from(target, fill)
 
+    def upload_span(
+        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
+    ) -> None:
+        self._event(f"upload {_label(parts[0][1])}")
+        super().upload_span(size, parts, fill)
+
     def flush_uploads(self, timeout_s: float = 60.0) -> None:
         self._event("flush")
         super().flush_uploads(timeout_s)

@@ -143,7 +143,7 @@ def test_every_weight_lies_where_the_layout_says(
     device: Device, checkpoint: CheckpointFactory, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit; rows are padded with zeros. Small pieces, so that tensors are read in parts."""
-    for name, size in (("PIECE", 4000), ("READ", 1000), ("SMALL", 500)):
+    for name, size in (("PIECE", 4000), ("READ", 1000), ("GAP", 300)):
         monkeypatch.setattr(loading, name, size)
     with ModelWeights.open(checkpoint(case)) as weights:
         layout = WeightsLayout(weights)
@@ -272,7 +272,7 @@ def test_too_little_memory_is_said_before_anything_is_read(
         )
         free = plan.weights + plan.workspace + plan.cache(20_000)
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=free, ours=0))
-        monkeypatch.setattr(ModelWeights, "read_into", lambda *_: pytest.fail("read before asking for memory"))
+        monkeypatch.setattr(ModelWeights, "read_span", lambda *_: pytest.fail("read before asking for memory"))
         with pytest.raises(OutOfMemoryError, match="a context of 20,000 tokens would fit") as caught:
             QwenModel.load(weights, device, ModelOptions(context=90_000, mode="resident"))
         assert caught.value.missing == plan.cache(90_000) - plan.cache(20_000)

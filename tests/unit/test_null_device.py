@@ -97,6 +97,8 @@ def test_it_moves_bytes_when_submitted() -> None:
         assert [names for _, names in device.submitted] == [("copy",), ("copy", "fill")]
         device.upload_from(x[:4], lambda view: view.__setitem__(slice(None), b"abcd"))
         assert device.download(x[:6]) == b"abcd" + bytes([4, 5])
+        device.upload_span(8, [(0, x[12:16]), (6, x[:2])], lambda at, view: view.__setitem__(0, 0x41 + at))
+        assert device.download(x) == b"Gbcd" + bytes(range(4, 12)) + b"A" + bytes([13, 14, 15])
 
 
 def test_it_refuses_what_a_real_device_refuses() -> None:

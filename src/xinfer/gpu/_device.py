@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -72,6 +72,13 @@ class NativeDevice:
         """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
         self.core.ensure_usable()
         self._transfers.upload_from(self._slice(target), fill)
+
+    def upload_span(
+        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
+    ) -> None:
+        """As `upload_from`, where what comes together goes to several places; see `api.Device.upload_span`."""
+        self.core.ensure_usable()
+        self._transfers.upload_span(size, [(at, self._slice(target)) for at, target in parts], fill)
 
     def transfer(self, source: Bindable, target: Bindable) -> None:
         """Copy from an upload buffer into device memory, in order as an upload."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from xinfer.errors import DeviceHungError
@@ -20,6 +21,7 @@ from xinfer.gpu.api import BufferKind, BufferSlice, Bytes
 from xinfer.gpu.native import copy_bytes
 
 CHUNK = 16 << 20
+LARGE_CHUNK = 32 << 20  # of discrete devices: what a chunk costs beside its bytes is the interpreter's, one thread's
 # At most, each made when all the others are in use: for threads that fill one each, and some on their way.
 CHUNKS = 20
 FEW_CHUNKS = 4  # where staging takes of the device's own memory; and what stays once every upload has been waited for
@@ -57,8 +59,9 @@ class StagingChunk(Protocol):
 class NativeChunk(ABC):
     """What a chunk is on every graphics API; each adds its commands."""
 
-    def __init__(self, owner: Any, label: str, *, readback: bool = False) -> None:
+    def __init__(self, owner: Any, size: int, label: str, *, readback: bool = False) -> None:
         self.owner = owner
+        self.size = size
         self.label = label
         self.kind: BufferKind = "readback" if readback else "upload"
         self.value = 0
@@ -70,7 +73,7 @@ class NativeChunk(ABC):
 
     @abstractmethod
     def _make_buffer(self) -> Any:
-        """CHUNK bytes of mapped memory."""
+        """`size` bytes of mapped memory."""
 
     @abstractmethod
     def _give_back(self) -> None:
@@ -100,7 +103,9 @@ class Staging(ABC, Generic[C]):
         self.owner = owner
         self.compute = compute
         self.queue = queue  # the compute queue itself where there is no other
-        self.most = CHUNKS if owner.core.adapter.info.kind == "discrete" else FEW_CHUNKS
+        discrete = owner.core.adapter.info.kind == "discrete"
+        self.most = CHUNKS if discrete else FEW_CHUNKS
+        self.chunk = LARGE_CHUNK if discrete else CHUNK  # bytes of each
         self._lock = threading.RLock()  # guards what follows
         self._room = threading.Condition(self._lock)
         self._made: list[C] = []
@@ -111,7 +116,7 @@ class Staging(ABC, Generic[C]):
 
     @abstractmethod
     def _make(self, queue: Any, label: str, *, readback: bool = False) -> C:
-        """A new chunk of CHUNK bytes, its commands for this queue."""
+        """A new chunk, its commands for this queue."""
 
     def waits_for(self, segments: Iterable[NativeSegment]) -> list[tuple[Any, int]]:
         """The uploads that must have arrived before these segments run."""
@@ -139,7 +144,7 @@ class Staging(ABC, Generic[C]):
         with self._lock:
             if self._back is None:
                 self._back = self._make(self.compute, "readback staging", readback=True)
-            return b"".join([self._read_back(self._back, piece, timeout_s) for piece in _pieces(source)])
+            return b"".join([self._read_back(self._back, piece, timeout_s) for piece in self._pieces(source)])
 
     @staticmethod
     def _read_in_place(source: BufferSlice) -> bytes | None:
@@ -183,16 +188,28 @@ class Staging(ABC, Generic[C]):
 
     def upload_from(self, target: BufferSlice, fill: Callable[[memoryview], None]) -> None:
         """Let `fill` write the pieces of `target`, front to back."""
-        _ensure_alive(target)
-        if self._in_place(target):
-            self._write_in_place(target, fill)
+        self.upload_span(target.size, [(0, target)], lambda _, piece: fill(piece))
+
+    def upload_span(
+        self, size: int, parts: Sequence[tuple[int, BufferSlice]], fill: Callable[[int, memoryview], None]
+    ) -> None:
+        """Let `fill` write `size` bytes piece by piece, told where each begins; `parts` of them go to their targets."""
+        staged: list[tuple[int, BufferSlice]] = []
+        for at, target in parts:
+            _ensure_alive(target)
+            if self._in_place(target):
+                self._write_in_place(target, partial(fill, at))
+            else:
+                staged.append((at, target))
+        if not staged:
             return
         self.kick()
-        for piece in _pieces(target):
+        for start in range(0, size, self.chunk):
+            stop = min(start + self.chunk, size)
             with self._taken_chunk() as chunk:
-                with chunk.buffer.view(0, piece.size) as view:
-                    fill(view)
-                self._send(chunk, chunk.buffer[: piece.size], piece)
+                with chunk.buffer.view(0, stop - start) as view:
+                    fill(start, view)
+                self._send(chunk, list(_copies(chunk, start, stop, staged)))
 
     def transfer(self, source: BufferSlice, target: BufferSlice) -> None:
         """Copy `source`, mapped memory that stays as it is, into `target`."""
@@ -201,7 +218,7 @@ class Staging(ABC, Generic[C]):
         check_transfer(source, target)
         self.kick()
         with self._taken_chunk() as chunk:
-            self._send(chunk, source, target)
+            self._send(chunk, [(source, target)])
 
     def kick(self) -> None:
         """Submit the small uploads gathered so far."""
@@ -226,10 +243,11 @@ class Staging(ABC, Generic[C]):
             self._idle.clear()
             self._open = self._back = None
 
-    def _send(self, chunk: C, source: BufferSlice, target: BufferSlice) -> None:
-        """Let one copy go with a chunk's commands. Threads record at the same time and take turns only to submit."""
+    def _send(self, chunk: C, copies: Sequence[tuple[BufferSlice, BufferSlice]]) -> None:
+        """Let copies go with a chunk's commands. Threads record at the same time and take turns only to submit."""
         chunk.begin()
-        chunk.copy(source, target)
+        for source, target in copies:
+            chunk.copy(source, target)
         chunk.end()
         with self._lock:
             self._submit(chunk)
@@ -273,13 +291,17 @@ class Staging(ABC, Generic[C]):
 
     def _upload_small(self, target: BufferSlice, source: memoryview) -> None:
         with self._lock:
-            if self._open and self._open.used + len(source) > CHUNK:
+            if self._open and self._open.used + len(source) > self.chunk:
                 self.kick()
             chunk = self._open or self._open_chunk()
             with chunk.buffer.view(chunk.used, len(source)) as view:
                 view[:] = source
             chunk.copy(chunk.buffer[chunk.used : chunk.used + len(source)], target)
             chunk.used += -(-len(source) // 16) * 16
+
+    def _pieces(self, part: BufferSlice) -> Iterator[BufferSlice]:
+        for start in range(0, part.size, self.chunk):
+            yield part[start : min(start + self.chunk, part.size)]
 
     def _open_chunk(self) -> C:
         chunk = self._take()
@@ -371,9 +393,14 @@ def overlaps(target: BufferSlice, others: list[BufferSlice]) -> bool:
     return any(t.buffer is target.buffer and t.offset < stop and start < t.offset + t.size for t in others)
 
 
-def _pieces(part: BufferSlice) -> Iterator[BufferSlice]:
-    for start in range(0, part.size, CHUNK):
-        yield part[start : min(start + CHUNK, part.size)]
+def _copies(
+    chunk: StagingChunk, start: int, stop: int, parts: Iterable[tuple[int, BufferSlice]]
+) -> Iterator[tuple[BufferSlice, BufferSlice]]:
+    """What of the bytes `start` to `stop`, which lie in a chunk, goes to the parts' targets."""
+    for at, target in parts:
+        first, last = max(start, at), min(stop, at + target.size)
+        if first < last:
+            yield chunk.buffer[first - start : last - start], target[first - at : last - at]
 
 
 def _ensure_alive(part: BufferSlice) -> None:

@@ -270,6 +270,15 @@ class Device(Protocol):
     def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
         """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
 
+    def upload_span(
+        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
+    ) -> None:
+        """As `upload_from`, where what comes together goes to several places.
+
+        `fill` is called with pieces of a span of `size` bytes, and told where in it each begins. Each of `parts`, given
+        by where it begins, goes to its slice; bytes between them go nowhere, and may not be asked for.
+        """
+
     def transfer(self, source: Bindable, target: Bindable) -> None:
         """As `upload`, from an "upload" buffer, without a copy by the host; `source` must stay as it is until then."""
 

@@ -275,6 +275,15 @@ class NullDevice:
         with self._view(target) as view:
             fill(view)
 
+    def upload_span(
+        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
+    ) -> None:
+        """Let `fill` write each of the parts."""
+        for at, target in parts:
+            assert at + as_slice(target).size <= size
+            with self._view(target) as view:
+                fill(at, view)
+
     def transfer(self, source: Bindable, target: Bindable) -> None:
         """Copy at once."""
         _checks.check_transfer(as_slice(source), as_slice(target))

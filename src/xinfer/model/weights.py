@@ -200,6 +200,10 @@ class ModelWeights:
         assert 0 <= offset <= info.nbytes - flat.nbytes, (offset, flat.nbytes, info)
         self._files[info.file].read_into(info.offset + offset, flat)
 
+    def read_span(self, file: Path, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`, a flat view of bytes, with those of a file of the checkpoint, from its byte `offset` on."""
+        self._files[file].read_into(offset, buffer)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors in use."""

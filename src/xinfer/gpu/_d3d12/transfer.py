@@ -6,15 +6,15 @@ from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._d3d12.memory import BufferOwner, D3D12Buffer, buffer_of
 from xinfer.gpu._d3d12.queue import CommandList, Queue
 from xinfer.gpu._d3d12.states import States
-from xinfer.gpu._staging import CHUNK, NativeChunk, Staging, overlaps
+from xinfer.gpu._staging import NativeChunk, Staging, overlaps
 from xinfer.gpu.api import BufferSlice
 
 
 class Chunk(NativeChunk):
     """A staging buffer with a command list to copy out of it or into it."""
 
-    def __init__(self, owner: BufferOwner, queue: Queue, label: str, *, readback: bool = False) -> None:
-        super().__init__(owner, label, readback=readback)
+    def __init__(self, owner: BufferOwner, queue: Queue, size: int, label: str, *, readback: bool = False) -> None:
+        super().__init__(owner, size, label, readback=readback)
         self.commands = [CommandList(owner.core, label, queue.kind)]
         self._states = States(self.commands[0].list)
 
@@ -43,7 +43,7 @@ class Chunk(NativeChunk):
         self.commands[0].end()
 
     def _make_buffer(self) -> D3D12Buffer:
-        return D3D12Buffer(self.owner, CHUNK, self.kind, self.label)
+        return D3D12Buffer(self.owner, self.size, self.kind, self.label)
 
     def _give_back(self) -> None:
         self.owner.retire(*self.commands[0].handles)
@@ -55,4 +55,4 @@ class Transfers(Staging[Chunk]):
     owner: BufferOwner
 
     def _make(self, queue: Queue, label: str, *, readback: bool = False) -> Chunk:
-        return Chunk(self.owner, queue, label, readback=readback)
+        return Chunk(self.owner, queue, self.chunk, label, readback=readback)

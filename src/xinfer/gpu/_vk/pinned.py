@@ -1,7 +1,7 @@
 """Memory of the host that the device copies from: the driver makes it, or this process does and the driver imports it.
 
 Drivers make such pages one behind the other, 2.7 GB a second on an H200. Several threads make huge pages faster, and
-then the driver only has to pin them (VK_EXT_external_memory_host). Which way is faster here is timed where it matters.
+then the driver only has to pin them (VK_EXT_external_memory_host). Where that is not fast, both ways are timed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from xinfer.gpu.api import BufferKind
 HANDLE = vk.VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT
 LEAST = 8 << 20  # bytes: what is smaller the driver makes
 LARGE = 128 << 20  # from here on the two ways are timed anew: what starting costs matters less
+FAST = 3e9  # bytes a second, as drivers make them at best: importing at this speed is not compared with anything
 MARGIN = 1.25  # by so much importing must be faster
 HUGE = 2 << 20  # bytes of a huge page
 ROUND = 64 << 10
-A_THREAD = 4 << 20  # bytes that are worth a thread
+A_THREAD = 32 << 20  # bytes that are worth a thread: chunks of staging are made by many threads as it is
 MOST_THREADS = 16
 
 
@@ -90,7 +91,7 @@ class Pinning:
     def pages(self, kind: BufferKind, size: int) -> Iterator[HostPages | None]:
         """Pages to import for a buffer, which is made within; None where the driver is to make them.
 
-        Until both ways are known one buffer is made at a time, and timed: the driver's way first.
+        Until the way is chosen one buffer is made at a time, and timed: importing first.
         """
         large = size >= LARGE
         if kind != "upload" or size < LEAST:
@@ -100,11 +101,11 @@ class Pinning:
             with self._lock:
                 if self._chosen[large] is None:  # not decided by another thread meanwhile
                     speeds = self._speeds[large]
-                    ours, began = bool(speeds), time.perf_counter()
+                    ours, began = not speeds, time.perf_counter()
                     yield self._made(size) if ours else None
                     speeds[ours] = size / (time.perf_counter() - began)
-                    if len(speeds) == 2 and self._chosen[large] is None:
-                        self._chosen[large] = speeds[True] > MARGIN * speeds[False]
+                    if self._chosen[large] is None and (speeds[True] >= FAST or len(speeds) == 2):
+                        self._chosen[large] = speeds[True] >= FAST or speeds[True] > MARGIN * speeds[False]
                     return
         yield self._made(size) if self._chosen[large] else None
 

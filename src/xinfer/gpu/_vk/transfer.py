@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import byref
 
 from xinfer.gpu._bindings import vulkan as vk
-from xinfer.gpu._staging import CHUNK, NativeChunk, Staging, overlaps
+from xinfer.gpu._staging import NativeChunk, Staging, overlaps
 from xinfer.gpu._vk.memory import BufferOwner, VulkanBuffer, buffer_of
 from xinfer.gpu._vk.queue import Queue
 from xinfer.gpu.api import BufferSlice
@@ -14,8 +14,8 @@ from xinfer.gpu.api import BufferSlice
 class Chunk(NativeChunk):
     """A staging buffer with a command buffer to copy out of it or into it."""
 
-    def __init__(self, owner: BufferOwner, queue: Queue, label: str, *, readback: bool = False) -> None:
-        super().__init__(owner, label, readback=readback)
+    def __init__(self, owner: BufferOwner, queue: Queue, size: int, label: str, *, readback: bool = False) -> None:
+        super().__init__(owner, size, label, readback=readback)
         core = owner.core
         flags = vk.VK_COMMAND_POOL_CREATE_TRANSIENT_BIT | vk.VK_COMMAND_POOL_CREATE_RESET_COMMAND_BUFFER_BIT
         self.family = queue.family
@@ -50,7 +50,7 @@ class Chunk(NativeChunk):
         self.owner.core.check(self.owner.core.vk.vkEndCommandBuffer(self.commands[0]), "vkEndCommandBuffer")
 
     def _make_buffer(self) -> VulkanBuffer:
-        return VulkanBuffer(self.owner, CHUNK, self.kind, self.label)
+        return VulkanBuffer(self.owner, self.size, self.kind, self.label)
 
     def _give_back(self) -> None:
         self.owner.retire(self.pool)
@@ -62,4 +62,4 @@ class Transfers(Staging[Chunk]):
     owner: BufferOwner
 
     def _make(self, queue: Queue, label: str, *, readback: bool = False) -> Chunk:
-        return Chunk(self.owner, queue, label, readback=readback)
+        return Chunk(self.owner, queue, self.chunk, label, readback=readback)
