@@ -6,6 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,24 @@ def test_threads_fill_chunks_of_their_own(path_device: PathDevice, monkeypatch: 
     for buffer, expected in zip(buffers, data, strict=True):
         assert path_device.download(buffer) == expected
         buffer.release()
+
+
+def test_a_discrete_device_keeps_its_chunks_where_the_host_has_memory_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Ring(staging.Staging[Any]):
+        _make = None  # type: ignore[assignment]
+
+    info = SimpleNamespace(kind="discrete")
+    owner = SimpleNamespace(core=SimpleNamespace(adapter=SimpleNamespace(info=info)))
+    for gigabytes, kept in ((0, staging.FEW_CHUNKS), (8, staging.FEW_CHUNKS), (32, 8), (128, 32)):
+        monkeypatch.setattr(staging, "_host_memory", lambda size=gigabytes << 30: size)
+        ring = Ring(owner, None, None)
+        assert (ring.kept, ring.most, ring.chunk) == (kept, staging.CHUNKS, staging.LARGE_CHUNK)
+    info.kind = "integrated"
+    ring = Ring(owner, None, None)
+    assert ring.kept == ring.most == staging.FEW_CHUNKS
+    assert staging._host_memory() >= 0
 
 
 def test_threads_record_at_the_same_time(path_device: PathDevice, monkeypatch: pytest.MonkeyPatch) -> None:

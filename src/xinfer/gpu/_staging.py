@@ -6,6 +6,7 @@ submitted work that uses its target, and later work that uses the target waits f
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -24,7 +25,8 @@ CHUNK = 16 << 20
 LARGE_CHUNK = 32 << 20  # of discrete devices: what a chunk costs beside its bytes is the interpreter's, one thread's
 # At most, each made when all the others are in use: for threads that fill one each, and some on their way.
 CHUNKS = 20
-FEW_CHUNKS = 4  # where staging takes of the device's own memory; and what stays once every upload has been waited for
+FEW_CHUNKS = 4  # where staging takes of the device's own memory
+KEPT_SHARE = 128  # of the host's memory, at most a 128th stays once every upload has been waited for, or FEW_CHUNKS
 SMALL = 256 << 10  # smaller uploads share a chunk and one submission
 TIMEOUT_S = 60.0
 
@@ -106,6 +108,7 @@ class Staging(ABC, Generic[C]):
         discrete = owner.core.adapter.info.kind == "discrete"
         self.most = CHUNKS if discrete else FEW_CHUNKS
         self.chunk = LARGE_CHUNK if discrete else CHUNK  # bytes of each
+        self.kept = max(FEW_CHUNKS, _host_memory() // KEPT_SHARE // self.chunk) if discrete else FEW_CHUNKS
         self._lock = threading.RLock()  # guards what follows
         self._room = threading.Condition(self._lock)
         self._made: list[C] = []
@@ -367,9 +370,12 @@ class Staging(ABC, Generic[C]):
         return ended
 
     def trim(self) -> None:
-        """Give back what a large upload took, once it has been waited for."""
+        """Give back what a large upload took, once it has been waited for.
+
+        Where memory is plentiful the next load finds it there: making and giving back takes a tenth of a load's time.
+        """
         with self._lock:
-            while len(self._made) > FEW_CHUNKS and self._idle and self._ended(self._idle[0]):
+            while len(self._made) > self.kept and self._idle and self._ended(self._idle[0]):
                 chunk = self._idle.popleft()
                 self._made.remove(chunk)
                 chunk.release()
@@ -385,6 +391,14 @@ class Staging(ABC, Generic[C]):
                 f"a transfer waited {timeout_s:.0f} s for {what}, which has not ended; is the device hung?",
                 self.owner.core.hung("a transfer"),
             )
+
+
+def _host_memory() -> int:
+    """Bytes; 0 where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 0
 
 
 def overlaps(target: BufferSlice, others: list[BufferSlice]) -> bool:
