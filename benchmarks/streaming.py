@@ -1,18 +1,20 @@
 """Models larger than the memory they are given: tokens a second, and the bus's share of the time.
 
     python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16,72b:40] [--device NAME] [--turns N] [--warm TOKENS]
-                                   [--tokens TOKENS] [--in-flight N] [--json FILE] [--timeline FILE.svg]
+                                   [--tokens TOKENS] [--prompt TOKENS] [--in-flight N] [--json FILE]
+                                   [--timeline FILE.svg]
 
 Random f16 weights in the shapes of Qwen2.5; a few distinct layers are repeated as often as the shape has layers, and
-every one is sent each time. The bus is measured in the same run, by the same transfers without a model. Runs of one
-size must give the same tokens, whatever their budget. The timeline is of the last run that streams: when each layer is
-copied and when it runs, by the device's clock.
+every one is sent each time. The bus is measured in the same run, by the same transfers without a model, before and
+behind all runs. Runs of one size must give the same tokens, whatever their budget. The timeline is of the first run in
+which a layer can come while another runs: when each layer is copied and when it runs, by the device's clock.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import shutil
 import statistics
@@ -55,7 +57,7 @@ LARGE: dict[str, dict[str, Any]] = {
     },
 }
 DISTINCT = 3
-PROMPT_TOKENS = 512
+BUS_S = 2.0  # that the bus is measured for: devices take a while to come out of idle
 
 
 @contextmanager
@@ -115,38 +117,50 @@ def bus_speed(device: Device, size: int = 512 << 20, times: int = 32) -> float:
     return size * times / seconds
 
 
+def steady_bus_speed(device: Device) -> float:
+    """The best of some measurements, one behind the other."""
+    size, until = min(512 << 20, device.memory().free // 8), time.perf_counter() + BUS_S
+    best = bus_speed(device, size)
+    while time.perf_counter() < until:
+        best = max(best, bus_speed(device, size))
+    return best
+
+
 def run(
-    size: str, budget: int | None, device: Device, base: Path | None, bus: float, arguments: argparse.Namespace
+    size: str, budget: int | None, weights: ModelWeights, device: Device, bus: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Decode and prefill of one size in a budget; predicted and measured in turns: machines change their speed."""
-    room = PROMPT_TOKENS + arguments.warm + arguments.tokens + 32  # and the picture's
+    room = arguments.prompt + arguments.warm + arguments.tokens + 32  # and the picture's
     options, found = ModelOptions(vram_budget=budget, context=room), dict[str, Any]()
     shares: dict[str, list[float]] = {}
-    with repeated(size, base) as weights:
-        for turn in range(arguments.turns):
-            predicted = predict(weights, device, options)
-            began = time.perf_counter()
-            with QwenModel.load(weights, device, options) as model:
-                found = {"size": size, "budget": budget, "load_seconds": time.perf_counter() - began}
-                found |= measured(model, bus, room, arguments.warm, arguments.tokens)
-                foretold = {
-                    "load_seconds": predicted.load_seconds,
-                    "tokens_per_second": 1 / predicted.token_seconds_at_context,
-                    "peak": predicted.vram,
-                }
-                for name, value in foretold.items():
-                    shares.setdefault(name, []).append(value / found[name])
-                picture = arguments.timeline if turn == arguments.turns - 1 else None
-                if picture and model.plan.split.streamed:
-                    title = f"{size} in {device.memory().peak / 1e9:.1f} GB on {device.info.name}"
-                    found["timeline"] = timeline.write(model, picture, title)
+    for turn in range(arguments.turns):
+        predicted = predict(weights, device, options)
+        began = time.perf_counter()
+        with QwenModel.load(weights, device, options) as model:
+            found = {"size": size, "budget": budget, "load_seconds": time.perf_counter() - began}
+            found |= measured(model, bus, room, arguments)
+            foretold = {
+                "load_seconds": predicted.load_seconds,
+                "tokens_per_second": 1 / predicted.token_seconds_at_context,
+                "peak": predicted.vram,
+            }
+            for name, value in foretold.items():
+                shares.setdefault(name, []).append(value / found[name])
+            split = model.plan.split
+            if arguments.timeline and turn == arguments.turns - 1 and split.streamed and split.pinned:
+                spans = timeline.record(model)
+                found["timeline"] = timeline.shares(spans)
+                if split.n_slots > 1 and arguments.picture is None:
+                    title = f"{size} in {found['peak'] / 1e9:.1f} GB on {device.info.name}"
+                    arguments.picture = timeline.write(spans, arguments.timeline, title)
     device.limit_memory(None)
     return found | {"predicted_over_measured": shares}
 
 
-def measured(model: QwenModel, bus: float, room: int, warm: int, n_tokens: int) -> dict[str, Any]:
+def measured(model: QwenModel, bus: float, room: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """A prompt, tokens that are not measured, and tokens that are."""
-    prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, PROMPT_TOKENS)
+    warm, n_tokens = arguments.warm, arguments.tokens
+    prompt = np.random.default_rng(5).integers(0, model.config.vocab_size, arguments.prompt)
     cache, split = model.make_cache(room), model.plan.split
     began = time.perf_counter()
     model.extend(prompt[:-1], cache)
@@ -167,9 +181,21 @@ def measured(model: QwenModel, bus: float, room: int, warm: int, n_tokens: int) 
         "bytes_a_token": a_token,
         "sent_while_measured": model.bytes_sent - sent,
         "bus_share": a_token / seconds / bus,
-        "prefill_512": prefill,
+        "prefill": prefill,
         "tokens": chosen,
     }
+
+
+def line(found: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """A run in words."""
+    same = [other for other in results if other["size"] == found["size"] and other["tokens"] != found["tokens"]]
+    return (
+        f"{found['streamed']} layers streamed through {found['slots']} slots"
+        f"{'' if found['pinned'] else ', read again each time'}; {found['tokens_per_second']:.2f} tok/s, "
+        f"{found['bytes_a_token'] / 1e9:.2f} GB a token, {found['bus_share']:.0%} of the bus; prefill "
+        f"{found['prefill']:.0f} tok/s; peak {found['peak'] / 1e9:.2f} GB; loaded in "
+        f"{found['load_seconds']:.1f} s; {against(found)}{'; OTHER TOKENS' if same else ''}"
+    )
 
 
 def against(found: dict[str, Any]) -> str:
@@ -195,11 +221,13 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=1, help="predict and measure so often in turn")
     parser.add_argument("--warm", type=int, default=3, help="tokens before those that are measured")
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are measured")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens before those")
     parser.add_argument("--in-flight", type=int, help="transfers in the queue at most, in place of 20")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="a picture of one step")
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; /dev/shm where there is one")
     arguments = parser.parse_args()
+    arguments.picture = None  # what was drawn
     h200.SHAPES.update(LARGE)
     base = arguments.folder or (Path("/dev/shm") if Path("/dev/shm").is_dir() else None)
     device = gpu.open_device(arguments.device)
@@ -208,29 +236,23 @@ def main() -> int:
     with device:
         if arguments.in_flight:
             device._transfers.most = arguments.in_flight  # type: ignore[attr-defined]
-        bus = bus_speed(device, min(512 << 20, device.memory().free // 8))
+        bus = steady_bus_speed(device)
         print(f"{device.info.name}: the bus moves {bus / 1e9:.1f} GB/s", flush=True)
-        for wanted in arguments.runs.split(","):
-            size, _, budget = wanted.partition(":")
-            limit = round(float(budget) * 1e9) or None
-            try:
-                found = run(size, limit, device, base, bus, arguments)
-            except Exception as error:  # one that does not fit must not end the others
-                print(f"{wanted}: {type(error).__name__}: {error}", flush=True)
-                device.limit_memory(None)
-                continue
-            results.append(found)
-            same = [other for other in results if other["size"] == size and other["tokens"] != found["tokens"]]
-            print(
-                f"{wanted} GB: {found['streamed']} layers streamed through {found['slots']} slots"
-                f"{'' if found['pinned'] else ', read again each time'}; {found['tokens_per_second']:.2f} tok/s, "
-                f"{found['bytes_a_token'] / 1e9:.2f} GB a token, {found['bus_share']:.0%} of the bus; prefill of 512 "
-                f"{found['prefill_512']:.0f} tok/s; peak {found['peak'] / 1e9:.2f} GB; loaded in "
-                f"{found['load_seconds']:.1f} s; {against(found)}{'; OTHER TOKENS' if same else ''}",
-                flush=True,
-            )
-            if arguments.json:
-                arguments.json.write_text(json.dumps({"bus": bus, "runs": results}, indent=1))
+        for size, group in itertools.groupby(arguments.runs.split(","), lambda wanted: wanted.partition(":")[0]):
+            with repeated(size, base) as weights:
+                for wanted in group:
+                    limit = round(float(wanted.partition(":")[2]) * 1e9) or None
+                    try:
+                        found = run(size, limit, weights, device, bus, arguments)
+                    except Exception as error:  # one that does not fit must not end the others
+                        print(f"{wanted}: {type(error).__name__}: {error}", flush=True)
+                        device.limit_memory(None)
+                        continue
+                    results.append(found)
+                    print(f"{wanted} GB: {line(found, results)}", flush=True)
+                    if arguments.json:
+                        arguments.json.write_text(json.dumps({"bus": bus, "runs": results}, indent=1))
+        print(f"the bus moves {steady_bus_speed(device) / 1e9:.1f} GB/s now", flush=True)
     return 0
 
 

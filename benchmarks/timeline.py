@@ -193,10 +193,9 @@ def draw(spans: list[Span], title: str) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def write(model: QwenModel, path: Path, title: str) -> dict[str, float]:
-    """Measure a step and write its picture."""
-    spans = record(model)
+def write(spans: list[Span], path: Path, title: str) -> Path:
+    """Write the picture of a step."""
     found = shares(spans)
     share = f"bus busy {found['bus_busy']:.0%}, {found['compute_hidden']:.0%} of the layers' time hidden behind copies"
     path.write_text(draw(spans, f"{title}: a token in {1e3 * found['seconds']:.1f} ms; {share}"))
-    return found
+    return path
