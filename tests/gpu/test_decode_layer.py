@@ -206,8 +206,3 @@ def test_a_step_whose_barriers_are_given_up_is_run_again_without(
     assert np.array_equal(last_logits(model), logits)
     assert model.given_up == [SMALL, SMALL]
     assert continuation(model, 12) == expected
-    twice = continuation(model, 12, PROMPT * 2)
-    model.steps.kernels.quarantine = frozenset()
-    model.tune(many)
-    assert continuation(model, 12, PROMPT * 2, speculate=3) == twice
-    assert model.given_up == [SMALL] * 3

@@ -35,7 +35,8 @@ class Workspace:
     Those of a single row lie in one buffer, as a kernel that runs a whole layer needs them.
     """
 
-    def __init__(self, device: Device, config: Qwen2Config, n_rows: int, label: str) -> None:
+    def __init__(self, device: Device, config: Qwen2Config, n_rows: int, label: str, *, packs: bool = True) -> None:
+        """`packs`: whether there may be rows enough for matrix cores, and so memory for what they multiply."""
         self.n_rows = n_rows
         self._widths = widths(config)
         self._buffers: dict[str, Buffer] = {}
@@ -46,10 +47,10 @@ class Workspace:
             else:
                 for name, width in self._widths.items():
                     self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
-            size = _packed_bytes(config, n_rows)
+            size = _packed_bytes(config, n_rows if packs else 1)
             self._buffers["packed"] = self.packed = device.create_buffer(size, "device", f"{label} packed rows")
             self._buffers["parts"] = self.parts = device.create_buffer(
-                _parts_bytes(config, n_rows), "device", f"{label} parts of sums"
+                _parts_bytes(config, n_rows if packs else 1), "device", f"{label} parts of sums"
             )
             size = ops.STATE_BYTES * n_rows
             self._buffers["state"] = self.state = device.create_buffer(size, "device", f"{label} state")
@@ -157,6 +158,7 @@ class Pass:
     """
 
     tapped = False
+    alone = False  # each row gets the bits that it gets by itself, and its key is the newest that it sees
     by_phase = False  # each phase of a whole layer is an op of its own
 
     def __init__(
@@ -180,17 +182,18 @@ class Pass:
         self.state = space.states(n)[1]
         self._packed, self._parts = space.packed, space.parts
         tuning = Tuning() if self.tapped else network.tuning
-        self._tuned = tuning.products(n)  # variants by op
+        at_once = 1 if self.alone else n  # rows of what kernels are chosen for
+        self._tuned = tuning.products(at_once)  # variants by op
         self._layer_plan = network.layer_plan if whole_layers else None
         self._arrivals = 0  # of workgroups at barriers within a layer
-        attention = tuning.attention_for(network.max_keys) if n == 1 else None
+        attention = tuning.attention_for(network.max_keys) if at_once == 1 else None
         self._plan = ops.plan_attention(
             self.on,
             network.cache(0),
             n_heads=self.config.num_attention_heads,
-            n_rows=n,
+            n_rows=at_once,
             max_keys=network.max_keys,
-            turn=n == 1 and not self.tapped,
+            turn=at_once == 1 and not self.tapped,
             exact=network.exact,
             variant=None if attention is None else attention.variant,
             n_splits=None if attention is None else attention.n_splits,
@@ -231,8 +234,8 @@ class Pass:
         x, h = self.x.rows(first, logits.n), self.h.rows(first, logits.n)
         weights, eps = self.network.weights, self.config.rms_norm_eps
         if self._fuses(x, weights.head):
-            variant = self._tuned.get("logits")
-            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, label="logits", variant=variant)
+            options: dict[str, Any] = {"alone": self.alone, "label": "logits", "variant": self._tuned.get("logits")}
+            ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, **options)
         else:
             operand = self._normed(x, weights.norm, h, weights.head, "norm", "head")
             self._product(operand, weights.head, logits, label="logits")
@@ -260,7 +263,7 @@ class Pass:
         name, eps, qkv = f"layers.{i}", self.config.rms_norm_eps, self.qkv
         if self._fuses(self.x, w.qkv):
             options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned.get("qkv")}
-            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
+            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, alone=self.alone, **options)
         else:
             operand = self._normed(self.x, w.input_ln, self.h, w.qkv, f"{name}.input_ln", name)
             self._product(operand, w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
@@ -288,28 +291,38 @@ class Pass:
 
     def _attend(self, i: int, w: DeviceLayer) -> None:
         """Add attention and its projection to x."""
-        name, network, cache = f"layers.{i}", self.network, self.network.cache(i)
-        q, k, v = self._heads()
-        options: dict[str, Any] = {
-            "window": self.config.layer_windows[i],
-            "scratch": network.scratch,
-            "label": f"{name}.attn",
-        }
-        if self._plan.turns:
-            on = (self.on, self._plan, self.state, network.rope_table)
-            ops.turn_attention(*on, q, k, v, cache, self.attn, **options)
-        else:
-            ops.attention(self.on, self._plan, self.state, q, cache, self.attn, **options)
+        name = f"layers.{i}"
+        self._attention(i)
         self.done(f"{name}.attn", (f"{name}.attn", self.attn))
         total = f"{name}.attn_residual"
         self._add_product(self._operand(self.attn, w.o, total), w.o, f"{name}.o", total)
+
+    def _attention(self, i: int) -> None:
+        """Attention of all rows; their keys join the cache where the kernel does that."""
+        self._attend_rows(i, self.state, 0, self.x.n)
+
+    def _attend_rows(self, i: int, state: Bindable, first: int, n: int) -> None:
+        """Attention of n rows from `first` on, whose states are `state`."""
+        network, cache = self.network, self.network.cache(i)
+        q, k, v = (part.rows(first, n) for part in self._heads())
+        out = self.attn.rows(first, n)
+        options: dict[str, Any] = {
+            "window": self.config.layer_windows[i],
+            "scratch": network.scratch,
+            "label": f"layers.{i}.attn",
+        }
+        if self._plan.turns:
+            on = (self.on, self._plan, state, network.rope_table)
+            ops.turn_attention(*on, q, k, v, cache, out, **options)
+        else:
+            ops.attention(self.on, self._plan, state, q, cache, out, **options)
 
     def _mlp(self, i: int, w: DeviceLayer) -> None:
         """Add down(silu(gate) * up) to x."""
         name, eps = f"layers.{i}", self.config.rms_norm_eps
         if self._fuses(self.x, w.gate, swiglu=True):
-            norm, variant = (w.post_ln, eps), self._tuned.get("gate_up")
-            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=norm, label=f"{name}.gate_up", variant=variant)
+            options: dict[str, Any] = {"label": f"{name}.gate_up", "variant": self._tuned.get("gate_up")}
+            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=(w.post_ln, eps), alone=self.alone, **options)
             self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
             operand = self._operand(self.gate, w.down, name)
         else:
@@ -363,14 +376,15 @@ class Pass:
 
     def _packs(self, w: ops.Matrix, n: int, *, swiglu: bool = False) -> bool:
         """Whether an op is done together with the packed product next to it: not where it is to be seen."""
-        return not self.tapped and ops.can_pack(self.on, w, n, exact=self.network.exact, swiglu=swiglu)
+        together = not self.tapped and not self.alone
+        return together and ops.can_pack(self.on, w, n, exact=self.network.exact, swiglu=swiglu)
 
     def _packed_rows(self, x: Rows) -> ops.PackedRows:
         return ops.PackedRows(self._packed, x.n, x.width, self.network.exact)
 
     def _operand(self, x: Rows, w: ops.Matrix, label: str) -> Rows | ops.PackedRows:
         """Rows as products with w take them: packed where there are matrix cores and rows enough."""
-        if not ops.can_pack(self.on, w, x.n, exact=self.network.exact):
+        if self.alone or not ops.can_pack(self.on, w, x.n, exact=self.network.exact):
             return x
         packed = self._packed_rows(x)
         ops.pack_rows(self.on, x, packed, label=f"{label}.pack")
@@ -395,30 +409,32 @@ class Pass:
         if isinstance(x, ops.PackedRows):
             ops.linear_packed(self.on, x, w, out, scratch=self._parts if in_parts else None, **options)
         else:
-            ops.linear(self.on, x, w, out, **options)
+            ops.linear(self.on, x, w, out, alone=self.alone, **options)
 
     def _fuses(self, x: Rows, w: ops.Matrix, *, swiglu: bool = False) -> bool:
-        return not self.tapped and x.n == 1 and ops.can_fuse(self.on, x, w, norm=True, swiglu=swiglu)
+        one = not self.tapped and (x.n == 1 or self.alone)
+        return one and ops.can_fuse(self.on, x.rows(0, 1), w, norm=True, swiglu=swiglu)
 
 
-class RowByRow:
-    """Rows of one sequence, each with a pass of its own by the ops of a single row: the numbers are those of steps.
+class RowsAlone(Pass):
+    """Rows that follow each other in one sequence, whose numbers are those of single steps to the bit.
 
-    A layer is run for one row after the other, so that each sees the keys of those before it.
+    Each weight is read once for several of them. Attention is run for one row after the other, so that each sees the
+    keys of those before it.
     """
 
-    def __init__(self, passes: Sequence[Pass]) -> None:
-        self.passes = passes
+    alone = True
 
-    @property
-    def recording(self) -> Recording:
-        """What is being recorded into."""
-        return self.passes[0].recording
+    def __init__(self, network: Network, space: Workspace, recording: Recording, apart: Sequence[Bindable]) -> None:
+        """`apart` are the rows' states once more, each where it can be bound by itself."""
+        super().__init__(network, space, len(apart), recording)
+        self._apart = apart
 
-    def layer(self, i: int, *, cache_only: bool = False) -> None:
-        """As `Pass.layer`, for every row."""
-        for one in self.passes:
-            one.layer(i, cache_only=cache_only)
+    def _attention(self, i: int) -> None:
+        for row, state in enumerate(self._apart):
+            if row > 0:
+                self.recording.barrier()
+            self._attend_rows(i, state, row, 1)
 
 
 class TappedPass(Pass):

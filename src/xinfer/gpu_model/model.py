@@ -301,19 +301,7 @@ class QwenModel:
 
     def _checked(self, rows: list[int], cache: KVCache, choice: Choice) -> list[int]:
         """What is chosen behind each of these tokens, which follow the cache."""
-        chosen = self._checked_once(rows, cache, choice)
-        if BAD_TOKEN in chosen and self._do_without(self._steps.given_up(len(rows))):
-            chosen = self._checked_once(rows, cache, choice)
-        return chosen
-
-    def _checked_once(self, rows: list[int], cache: KVCache, choice: Choice) -> list[int]:
         steps = self._steps
-        if len(rows) == 1:
-            answer = Answer(self, steps, rows[0], cache, choice, limit=1)
-            try:
-                return [answer.token(0)]
-            finally:
-                answer.closed = True
         recording = steps.check(len(rows), choice.n_valid)
         steps.stage_check(rows, cache)
         steps.wait(steps.submit(recording, (LOAD, STEP)), urgent=True)

@@ -15,12 +15,12 @@ import numpy as np
 from xinfer import ops
 from xinfer.choice import Choice
 from xinfer.gpu.api import Buffer, Device, Recording, Ticket
+from xinfer.gpu_model.checks import CheckedRows
 from xinfer.gpu_model.drawing import Drawing
 from xinfer.gpu_model.forward import (
     Array,
     Network,
     Pass,
-    RowByRow,
     Tap,
     TappedPass,
     Workspace,
@@ -78,7 +78,7 @@ class Steps:
         self.max_rows = plan.rows
         self.exact = exact
         self._weights = weights
-        self._rows_to_check: list[tuple[Workspace, Buffer]] = []
+        self._checks: dict[int, CheckedRows] = {}  # by the rows that there is room for
         self._recordings: dict[tuple[str, int], Recording] = {}
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
@@ -166,16 +166,12 @@ class Steps:
             self._layer_variant = plan.variant.id
         return plan
 
-    def given_up(self, n_checked: int = 1) -> str | None:
-        """The kernel whose barriers were given up in the last step, which is void then; None where none was.
-
-        With `n_checked`, in the last `check` of so many rows.
-        """
+    def given_up(self) -> str | None:
+        """The kernel whose barriers were given up in the last step, which is void then; None where none was."""
         if self._layer_variant is None:
             return None
-        spaces = [self.one] if n_checked == 1 else [space for space, _ in self._check_rows(n_checked)]
-        states = [RowState.unpack(self.device.download(space.states(1)[1], TIMEOUT_S)) for space in spaces]
-        return self._layer_variant if any(state.arrived >= ops.ABORTED for state in states) else None
+        state = RowState.unpack(self.device.download(self.one.states(1)[1], TIMEOUT_S))
+        return self._layer_variant if state.arrived >= ops.ABORTED else None
 
     def forbid(self, variant: str) -> None:
         """Do without a kernel from now on; what was recorded is recorded again, and scratch memory is made anew."""
@@ -246,30 +242,19 @@ class Steps:
         return self._kept(("draw", 0), record)
 
     def check(self, n: int, n_valid: int) -> Recording:
-        """N rows that follow each other, and the best id below n_valid behind each; to the bit as n steps."""
-        rows = self._check_rows(n)
+        """N rows that follow each other, and the best id below n_valid behind each: segments LOAD and STEP.
+
+        To the bit as n steps whose layers are several dispatches each.
+        """
+        rows = self._checked_rows(n)
 
         def record(recording: Recording) -> None:
             recording.segment(LOAD)
             recording.barrier()
-            for space, _ in rows:
-                recording.copy(*space.states(1))
+            rows.record_load(recording, n)
             recording.segment(STEP)
             recording.barrier()
-            passes = [Pass(self.network(), space, 1, recording, whole_layers=True) for space, _ in rows]
-            for one in passes:
-                one.embed()
-            self.record_layers(RowByRow(passes), STEP)
-            for one, (_, chosen) in zip(passes, rows, strict=True):
-                one.head(self.logits)
-                ops.argmax(
-                    *(one.on, self.logits, one.state, chosen),
-                    n_valid=n_valid,
-                    ring_size=1,
-                    advance=True,
-                    scratch=self._candidates,
-                )
-                one.done("argmax")
+            rows.record(recording, self.network(), n, n_valid, lambda step: self.record_layers(step, STEP))
 
         return self._kept((f"check {n}", n_valid), record)
 
@@ -277,25 +262,24 @@ class Steps:
         """Write the states of tokens behind the cache, for the next `check` of so many."""
         if self._staging_used is not None:
             self.wait(self._staging_used)
-        for i, (token, (space, _)) in enumerate(zip(tokens, self._check_rows(len(tokens)), strict=True)):
-            space.staging.write(RowState(token=token, position=cache.length + i, sequence=cache.sequence).pack())
+        self._checked_rows(len(tokens)).stage(
+            [
+                RowState(token=token, position=cache.length + i, sequence=cache.sequence)
+                for i, token in enumerate(tokens)
+            ]
+        )
 
     def checked(self, n: int) -> list[int]:
         """The tokens that the last `check` of n rows has chosen, once it has been waited for."""
-        return [int.from_bytes(chosen.read(0, 4), "little") for _, chosen in self._check_rows(n)]
+        return self._checked_rows(n).chosen(n)
 
-    def _check_rows(self, n: int) -> list[tuple[Workspace, Buffer]]:
-        """Activations and the chosen token of n rows, made when first needed."""
-        while len(self._rows_to_check) < n:
-            number = len(self._rows_to_check)
-            with ExitStack() as made:
-                space = Workspace(self.device, self.config, 1, f"row {number}")
-                made.callback(space.release)
-                chosen = self.device.create_buffer(4, "readback", f"token of row {number}")
-                made.callback(chosen.release)
-                self._held.push(made.pop_all())
-            self._rows_to_check.append((space, chosen))
-        return self._rows_to_check[:n]
+    def _checked_rows(self, n: int) -> CheckedRows:
+        """Room for n rows, made when first needed: for twice as many each time, so that little is made in vain."""
+        size = 1 << (n - 1).bit_length()
+        if size not in self._checks:
+            self._checks[size] = CheckedRows(self.device, self.config, size)
+            self._held.callback(self._checks[size].release)
+        return self._checks[size]
 
     def record_step(self, recording: Recording, n_valid: int | None, *, timed: Timed = "no") -> None:
         """One token through the network, and the choice of the next one: the best id below n_valid, or a drawn one."""
@@ -333,7 +317,7 @@ class Steps:
         return self._kept(("whole" if whole else "prefill", n), record)
 
     def record_layers(
-        self, step: Pass | RowByRow, name: str, *, cache_only: bool = False, after: Callable[[int], None] | None = None
+        self, step: Pass, name: str, *, cache_only: bool = False, after: Callable[[int], None] | None = None
     ) -> None:
         """All layers, each streamed one in a segment of its own; `cache_only` is for the last one.
 

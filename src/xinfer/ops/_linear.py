@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from dataclasses import replace
 
 from xinfer.gpu.api import Bindable
@@ -10,6 +12,7 @@ from xinfer.ops._capacity import DISCRETE, Capacity
 from xinfer.shaders.catalog import (
     GEMV_FAST,
     GEMV_PLAIN,
+    SEVERAL_ROWS,
     GemvShape,
     Variant,
     gemv_id,
@@ -30,25 +33,26 @@ def linear(
     *,
     bias: Bindable | None = None,
     accumulate: bool = False,
+    alone: bool = False,
     label: str,
     variant: str | None = None,
 ) -> None:
     """`out = x @ w^T (+ bias) (+ out)`: x (T, columns), w (rows, columns), bias (rows,) float32, out (T, rows).
 
-    A dispatch for each slice of w. `accumulate` adds to what out holds: the residual.
+    A dispatch for each slice of w. `accumulate` adds to what out holds: the residual. `alone` gives each row the bits
+    that it gets where it is the only one.
     """
     _check(x, w, out, bias, label)
-    few = x.n <= GEMV_ROWS_MAX
-    candidates = gemv_candidates(w, x, capacity=on.kernels.capacity) if few else gemm_candidates(w, x.n)
+    few = alone or x.n <= GEMV_ROWS_MAX
+    one = x.rows(0, 1) if alone else x
+    candidates = gemv_candidates(w, one, capacity=on.kernels.capacity) if few else gemm_candidates(w, x.n)
     chosen = on.choose(candidates, variant)
     for part in w.slices:
-        constants = _constants(x, w, part, out, bias=bias is not None, accumulate=accumulate)
-        buffers = {"x": x.place, "w": part.place, "bias": x.place if bias is None else bias, "y": out.place}
         if chosen.op == "linear_gemv":
-            grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
-            constants |= {"grid_x": grid_x, "eps": 0.0}
-            on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+            _gemv(on, chosen, x, w, part, out, bias=bias, accumulate=accumulate, alone=alone, label=label)
         else:
+            constants = _constants(x, w, part, out, bias=bias is not None, accumulate=accumulate)
+            buffers = {"x": x.place, "w": part.place, "bias": x.place if bias is None else bias, "y": out.place}
             tiles = (ceil_div(part.n_rows, chosen.define("TILE_N")), ceil_div(x.n, chosen.define("TILE_M")), 1)
             on.dispatch(chosen, buffers, constants, tiles, label)
 
@@ -62,27 +66,19 @@ def norm_linear(
     *,
     eps: float,
     bias: Bindable | None = None,
+    alone: bool = False,
     label: str,
     variant: str | None = None,
 ) -> None:
-    """`out = rms_norm(x, norm_weight) @ w^T (+ bias)` in one dispatch a slice: x (1, columns), out (1, rows).
+    """`out = rms_norm(x, norm_weight) @ w^T (+ bias)` in one dispatch a slice: x (T, columns), out (T, rows).
 
-    For one row of activations, where `can_fuse` says so; else rms_norm and linear.
+    Where `can_fuse` says so; else rms_norm and linear. `alone` as in `linear`; without it, for one row.
     """
     _check(x, w, out, bias, label)
-    chosen = on.choose(gemv_candidates(w, x, norm=True, capacity=on.kernels.capacity), variant)
+    one = x.rows(0, 1) if alone else x
+    chosen = on.choose(gemv_candidates(w, one, norm=True, capacity=on.kernels.capacity), variant)
     for part in w.slices:
-        constants = _constants(x, w, part, out, bias=bias is not None, accumulate=False)
-        grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
-        constants |= {"grid_x": grid_x, "eps": float(eps)}
-        buffers = {
-            "x": x.place,
-            "w": part.place,
-            "bias": x.place if bias is None else bias,
-            "y": out.place,
-            "norm_weight": norm_weight,
-        }
-        on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+        _gemv(on, chosen, x, w, part, out, bias=bias, norm=(norm_weight, eps), alone=alone, label=label)
 
 
 def gate_up(
@@ -93,26 +89,73 @@ def gate_up(
     out: Rows,
     *,
     norm: tuple[Bindable, float] | None = None,
+    alone: bool = False,
     label: str,
     variant: str | None = None,
 ) -> None:
     """`out = silu(x @ gate^T) * (x @ up^T)`, x normalized first where `norm` (weight, eps) is given.
 
-    x (1, columns), gate and up (rows, columns) sliced alike, out (1, rows). For one row of activations, where
-    `can_fuse` says so; else rms_norm, linear twice and swiglu.
+    x (T, columns), gate and up (rows, columns) sliced alike, out (T, rows). Where `can_fuse` says so; else rms_norm,
+    linear twice and swiglu. `alone` as in `linear`; without it, for one row.
     """
     _check(x, gate, out, None, label)
     expect_alike(gate, up, label)
-    candidates = gemv_candidates(gate, x, norm=norm is not None, swiglu=True, capacity=on.kernels.capacity)
+    one = x.rows(0, 1) if alone else x
+    candidates = gemv_candidates(gate, one, norm=norm is not None, swiglu=True, capacity=on.kernels.capacity)
     chosen = on.choose(candidates, variant)
     for part, up_part in zip(gate.slices, up.slices, strict=True):
-        constants = _constants(x, gate, part, out, bias=False, accumulate=False)
-        grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
+        _gemv(on, chosen, x, gate, part, out, up=up_part, norm=norm, alone=alone, label=label)
+
+
+def _gemv(
+    on: Recorder,
+    chosen: Variant,
+    x: Rows,
+    w: Matrix,
+    part: MatrixSlice,
+    out: Rows,
+    *,
+    bias: Bindable | None = None,
+    accumulate: bool = False,
+    up: MatrixSlice | None = None,
+    norm: tuple[Bindable, float] | None = None,
+    alone: bool = False,
+    label: str,
+) -> None:
+    """One slice of a product by a GEMV, in one dispatch unless rows are to be as they are `alone`."""
+    grid_x, grid_y = fold(ceil_div(part.n_rows, gemv_rows(chosen)))
+    for variant, first, n in _alone(on, chosen, x.n) if alone else [(chosen, 0, x.n)]:
+        rows, made = x.rows(first, n), out.rows(first, n)
+        constants = _constants(rows, w, part, made, bias=bias is not None, accumulate=accumulate)
         constants |= {"grid_x": grid_x, "eps": float(norm[1]) if norm else 0.0}
-        buffers = {"x": x.place, "w": part.place, "w2": up_part.place, "y": out.place}
+        buffers = {"x": x.place, "w": part.place, "y": out.place}
+        buffers |= {"bias": x.place if bias is None else bias} if up is None else {"w2": up.place}
         if norm:
             buffers["norm_weight"] = norm[0]
-        on.dispatch(chosen, buffers, constants, (grid_x, grid_y, 1), label)
+        on.dispatch(variant, buffers, constants, (grid_x, grid_y, 1), label)
+
+
+def _alone(on: Recorder, chosen: Variant, n_rows: int) -> Iterator[tuple[Variant, int, int]]:
+    """(variant, first row, rows) of dispatches that give each row the bits that `chosen` gives it by itself."""
+    several = chosen if chosen.define("T_MAX") > 1 else _several(chosen.id)
+    if several is None or not on.kernels.usable(several.id):
+        several = chosen
+    step = several.define("T_MAX")
+    for first in range(0, n_rows, step):
+        n = min(step, n_rows - first)
+        yield chosen if n == 1 else several, first, n
+
+
+@functools.cache
+def _several(variant_id: str) -> Variant | None:
+    """The GEMV for `SEVERAL_ROWS` rows that sums as one for a single row does; see linear_gemv.hlsl."""
+
+    def order(variant: Variant) -> tuple[tuple[str, int], ...]:
+        return tuple((name, value) for name, value in variant.defines if name not in ("T_MAX", "LOADS"))
+
+    one = variants()[variant_id]
+    alike = (v for v in variants().values() if v.op == "linear_gemv" and v.define("T_MAX") == SEVERAL_ROWS)
+    return next((variant for variant in alike if order(variant) == order(one)), None)
 
 
 def expect_alike(gate: Matrix, up: Matrix, label: str) -> None:

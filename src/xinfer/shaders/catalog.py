@@ -255,7 +255,19 @@ GEMV_MORE = (
     GemvShape(t_max=1, set_lanes=64, rows_per_set=1, loads=4, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=4, norm=True, swiglu=True, named_loads=True),
 )
-GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE, *GEMV_MORE)
+# The layouts that are chosen for one row, for several that get the numbers which each of them gets alone.
+SEVERAL_ROWS = 4
+GEMV_SEVERAL = (
+    *(
+        GemvShape(t_max=SEVERAL_ROWS, set_lanes=lanes, rows_per_set=rows, loads=2, norm=norm)
+        for lanes, rows, norm in ((64, 1, False), (64, 2, False), (32, 2, True), (64, 1, True), (64, 2, True))
+    ),
+    GemvShape(t_max=SEVERAL_ROWS, set_lanes=64, rows_per_set=4, loads=1, norm=True),
+    GemvShape(t_max=SEVERAL_ROWS, set_lanes=256, rows_per_set=1, loads=4, group=256),
+    GemvShape(t_max=SEVERAL_ROWS, set_lanes=32, rows_per_set=1, loads=2, norm=True, swiglu=True),
+    GemvShape(t_max=SEVERAL_ROWS, set_lanes=32, rows_per_set=2, loads=1, norm=True, swiglu=True),
+)
+GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE, *GEMV_MORE, *GEMV_SEVERAL)
 
 
 def gemv_id(weight_format: str, shape: GemvShape) -> str:

@@ -1,11 +1,12 @@
 // y[t, r] = sum over k of x[t, k] * w[r, k] (+ bias[r]) (+ y[t, r]) for a few rows t of activations: reads w once.
 //
 // Sets of lanes walk over ROWS_PER_SET rows of w each, 16 bytes a lane and load, LOADS loads a row in flight before the
-// first is used. Variants:
+// first is used. In which order a row's products are summed depends on neither T_MAX nor LOADS: a row of activations
+// gets the same bits alone and among others. Variants:
 //   WAVE     a set is made of whole waves, whatever their size; else of SET_LANES lanes that meet in groupshared memory
 //   VECTOR_X x is read as float4 (strides, offsets and columns are multiples of VALUES_PER_LOAD); else float by float
 //   T_MAX    rows of activations at most
-//   NORM     x, a single row, is normalized: y = rms_norm(x, norm_weight) @ w^T; the row's scale is a factor of the sum
+//   NORM     x is normalized: y = rms_norm(x, norm_weight) @ w^T; a row's scale is a factor of its sums
 //   SWIGLU   two matrices: y = silu(x @ w^T) * (x @ w2^T), without bias
 #include "common.hlsli"
 #include "linear.hlsli"
@@ -103,6 +104,16 @@ void add_products(float values[VALUES_PER_LOAD], float weights[MATRICES * ROWS_P
     }
 }
 
+#if NORM
+// Multiplies with the norm's weights; the squares join the last sum.
+void scale_by(float scales[VALUES_PER_LOAD], inout float values[VALUES_PER_LOAD], inout float sums[SUMS]) {
+    UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) {
+        sums[SUMS - 1] += values[j] * values[j];
+        values[j] *= scales[j];
+    }
+}
+#endif
+
 // The sums of one lane over its share of the columns, for the ROWS_PER_SET rows from first_row on.
 void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SUMS]) {
     uint loads = (constants.columns + VALUES_PER_LOAD - 1) / VALUES_PER_LOAD;
@@ -144,17 +155,21 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
                 }
 #if T_MAX == 1
 #if NORM
-                UNROLL for (uint j = 0; j < VALUES_PER_LOAD; j++) {
-                    sums[0][SUMS - 1] += ahead[v][j] * ahead[v][j];
-                    ahead[v][j] *= scales[v][j];
-                }
+                scale_by(scales[v], ahead[v], sums[0]);
 #endif
                 add_products(ahead[v], weights, sums[0]);
 #else
+#if NORM
+                float scales[VALUES_PER_LOAD];
+                READ_X(norm_weight, 0, at, scales);
+#endif
                 UNROLL for (uint t = 0; t < T_MAX; t++) {
                     if (t < constants.x_rows) {
                         float values[VALUES_PER_LOAD];
                         READ_X(x, constants.x_offset + t * constants.x_stride, at, values);
+#if NORM
+                        scale_by(scales, values, sums[t]);
+#endif
                         add_products(values, weights, sums[t]);
                     }
                 }
