@@ -176,20 +176,63 @@ def test_vocabulary_needs_two_dimensions(bench: Bench) -> None:
 
 def test_rule_of_the_layout() -> None:
     """Qwen2's own matrices; loads are 16 bytes, so columns / 8."""
-    assert gemv_layout(896, 4864 // 8, 1) == (128, 1)  # 0.5B down: long rows
-    assert gemv_layout(1536, 8960 // 8, 1) == (128, 1)  # 1.5B down
-    assert gemv_layout(3584, 18_944 // 8, 1) == (256, 1)  # 7B down: longer ones
-    assert gemv_layout(896, 896 // 8, 1) == (64, 1)  # 0.5B o: neither long nor many
-    assert gemv_layout(1536, 1536 // 8, 1) == (64, 1)  # 1.5B o
-    assert gemv_layout(3584, 3584 // 8, 1) == (64, 2)  # 7B o: more of them
-    assert gemv_layout(1152, 896 // 8, 1, norm=True) == (64, 1)  # 0.5B qkv
-    assert gemv_layout(2048, 1536 // 8, 1, norm=True) == (64, 2)  # 1.5B qkv
-    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (64, 4)  # 7B qkv
-    assert gemv_layout(4864, 896 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 0.5B gate and up
-    assert gemv_layout(37_888 // 2, 3584 // 8, 1, norm=True, swiglu=True) == (32, 2)  # 7B gate and up
-    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (64, 4)  # 0.5B head: many rows
-    assert gemv_layout(152_064, 3584 // 8, 1, norm=True) == (64, 4)  # 7B head
-    assert gemv_layout(151_936, 896 // 8, 4) == (32, 2)
+    assert gemv_layout(896, 4864 // 8, 1) == (128, 1, 5)  # 0.5B down: long rows
+    assert gemv_layout(1536, 8960 // 8, 1) == (128, 1, 1)  # 1.5B down
+    assert gemv_layout(3584, 18_944 // 8, 1) == (128, 2, 1)  # 7B down: longer ones
+    assert gemv_layout(896, 896 // 8, 1) == (64, 1, 4)  # 0.5B o: neither long nor many
+    assert gemv_layout(1536, 1536 // 8, 1) == (64, 1, 4)  # 1.5B o
+    assert gemv_layout(3584, 3584 // 8, 1) == (128, 2, 1)  # 7B o: more of them
+    assert gemv_layout(1152, 896 // 8, 1, norm=True) == (128, 2, 1)  # 0.5B qkv
+    assert gemv_layout(2048, 1536 // 8, 1, norm=True) == (128, 2, 1)  # 1.5B qkv
+    assert gemv_layout(4608, 3584 // 8, 1, norm=True) == (64, 4, 2)  # 7B qkv
+    assert gemv_layout(4864, 896 // 8, 1, norm=True, swiglu=True) == (32, 2, 2)  # 0.5B gate and up
+    assert gemv_layout(8960, 1536 // 8, 1, norm=True, swiglu=True) == (128, 1, 1)  # 1.5B gate and up
+    assert gemv_layout(18_944, 3584 // 8, 1, norm=True, swiglu=True) == (128, 1, 1)  # 7B gate and up
+    assert gemv_layout(151_936, 896 // 8, 1, norm=True) == (64, 4, 2)  # 0.5B head: many rows
+    assert gemv_layout(152_064, 3584 // 8, 1, norm=True) == (64, 4, 2)  # 7B head
+    assert gemv_layout(151_936, 896 // 8, 4) == (32, 2, 2)
+
+
+# What is chosen for a row of activations at the shapes above, and for formats and widths that only plain kernels take.
+ALONE = [
+    *((900, 4864, {}), (1536, 8960, {}), (1100, 16_400, {}), (40, 896, {}), (2000, 640, {}), (31, 33, {})),
+    *((40, 896, {"norm": True}), (4000, 64, {"norm": True})),
+    *((40, 896, {"norm": True, "gated": True}), (2000, 64, {"norm": True, "gated": True})),
+    (30, 1536, {"norm": True, "gated": True}),
+]
+
+
+@pytest.mark.parametrize("weight_format", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize(("rows", "columns", "form"), ALONE)
+def test_rows_together_get_the_bits_of_each_alone(
+    bench: Bench, rows: int, columns: int, form: dict[str, bool], weight_format: ops.Format
+) -> None:
+    """And are read together: fewer dispatches than rows, where waves are whole."""
+    n, rng = 7, np.random.default_rng([rows, columns])
+    norm, gated = form.get("norm", False), form.get("gated", False)
+    x = bench.put_rows(rng.standard_normal((n, columns), np.float32))
+    w, up = (bench.put_matrix(random_weights(rng, (rows, columns), weight_format), weight_format) for _ in range(2))
+    scale, bias = (bench.put(rng.standard_normal(k, np.float32)) for k in (columns, rows))
+    before = rng.standard_normal((n, rows), np.float32)
+    if (norm or gated) and not any(
+        map(bench.kernels.usable, gemv_candidates(w, x.rows(0, 1), norm=norm, swiglu=gated))
+    ):
+        pytest.skip("nothing is fused")
+
+    def run(given: ops.Rows, out: ops.Rows) -> None:
+        if gated:
+            bench.run(ops.gate_up, given, w, up, out, norm=(scale, EPS), alone=True, label="y")
+        elif norm:
+            bench.run(ops.norm_linear, given, scale, w, out, eps=EPS, bias=bias, alone=True, label="y")
+        else:
+            bench.run(ops.linear, given, w, out, bias=bias, accumulate=True, alone=True, label="y")
+
+    one_by_one, together = bench.out(n, rows, fill=before), bench.out(n, rows, fill=before)
+    for row in range(n):
+        run(x.rows(row, 1), one_by_one.rows().rows(row, 1))
+    run(x, together.rows())
+    assert np.array_equal(together.read(), one_by_one.read())
+    assert np.abs(together.read() - before).min() > 0
 
 
 def test_plain_is_always_a_candidate_and_quarantine_is_honoured(bench: Bench) -> None:

@@ -184,13 +184,11 @@ def gemv_candidates(
         if vector and w.format != "f32" and x.n <= shape.t_max and (shape.norm, shape.swiglu) == (norm, swiglu)
     ]
     loads = w.columns // w.values_per_load
-    wanted_lanes, wanted_rows = gemv_layout(w.rows, loads, x.n, norm=norm, swiglu=swiglu, capacity=capacity)
+    layout = gemv_layout(w.rows, loads, x.n, norm=norm, swiglu=swiglu, capacity=capacity)
 
-    def distance(shape: GemvShape) -> tuple[int, bool, int, int]:
-        return (
-            *(shape.t_max, not shape.wave),
-            *(abs(shape.set_lanes - wanted_lanes), abs(shape.rows_per_set - wanted_rows)),
-        )
+    def distance(shape: GemvShape) -> tuple[int, ...]:
+        own = (shape.set_lanes, shape.rows_per_set, shape.loads)
+        return shape.t_max, not shape.wave, *(abs(a - b) for a, b in zip(own, layout, strict=True))
 
     plain = [] if norm or swiglu else [GEMV_PLAIN]
     return [gemv_id(w.format, shape) for shape in (*sorted(fitting, key=distance), *plain)]
@@ -198,27 +196,31 @@ def gemv_candidates(
 
 def gemv_layout(
     rows: int, loads: int, x_rows: int, *, norm: bool = False, swiglu: bool = False, capacity: Capacity = DISCRETE
-) -> tuple[int, int]:
-    """(lanes of a set, rows a set walks over) for a matrix, or a pair, of `rows` rows of `loads` 16-byte loads.
+) -> tuple[int, int, int]:
+    """(lanes of a set, rows a set walks over, loads of a row at once) for a matrix of `rows` rows of `loads` loads.
 
-    For one row of activations, the best of every layout at the shapes of 0.5B, 1.5B and 7B on an H200 (`xinfer tune`,
-    benchmarks/LOG.md): long rows are shared by more lanes; rows that walk together share what is read of x and of the
-    norm's weight.
+    Or for a pair of them. For one row of activations, the best of every layout at the shapes of 0.5B, 1.5B and 7B on an
+    H200 (benchmarks/LOG.md): long rows are shared by more lanes; rows that walk together share what is read of x and
+    of the norm's weight; where lanes are many, one load of each is enough.
     """
     busy = capacity.lanes
     if x_rows > 1:
-        lanes, together = (128, 1) if rows * 32 < busy and loads >= 4 * 32 else (32, 2)
+        layout = (128, 1, 2) if rows * 32 < busy and loads >= 4 * 32 else (32, 2, 2)
     elif swiglu:
-        lanes, together = 32, 2 if rows * 64 >= busy else 1
-    elif norm and rows * 64 >= 2.5 * busy:
-        lanes, together = 64, 4
+        short = (32, 2, 2) if rows * 64 >= busy else (32, 1, 4)
+        layout = (128, 1, 1) if loads > 128 else short
+    elif norm:
+        layout = (64, 4, 2) if rows * 64 >= 2.5 * busy else (128, 2, 1)
     elif rows * 32 >= 10 * busy:
-        lanes, together = 32, 2
-    elif loads >= LONG_LOADS and not norm:
-        lanes, together = (256, 1) if loads >= 4 * LONG_LOADS else (128, 1)
+        layout = (32, 2, 4)
+    elif loads >= 4 * LONG_LOADS:
+        layout = (128, 2, 1)
+    elif loads >= LONG_LOADS:
+        layout = (128, 1, 1 if loads >= 2 * LONG_LOADS else 5)
     else:
-        lanes, together = 64, 2 if rows * 64 >= busy + busy // 4 else 1
-    return max(lanes, capacity.set_lanes), together
+        layout = (128, 2, 1) if rows * 64 >= busy + busy // 4 else (64, 1, 4)
+    lanes, together, at_once = layout
+    return max(lanes, capacity.set_lanes), together, at_once
 
 
 def gemv_rows(variant: Variant) -> int:

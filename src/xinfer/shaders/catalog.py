@@ -246,6 +246,10 @@ GEMV_MORE = (
         GemvShape(t_max=1, set_lanes=lanes, rows_per_set=rows, loads=4, norm=norm)
         for lanes, rows, norm in ((64, 1, False), (64, 2, False), (128, 2, False), (64, 1, True), (64, 2, True))
     ),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=1, named_loads=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=1, named_loads=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=2, loads=1, norm=True),
+    GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=1, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=4, named_loads=True),
     GemvShape(t_max=1, set_lanes=128, rows_per_set=1, loads=10, named_loads=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=8, named_loads=True),
@@ -255,17 +259,18 @@ GEMV_MORE = (
     GemvShape(t_max=1, set_lanes=64, rows_per_set=1, loads=4, norm=True, swiglu=True),
     GemvShape(t_max=1, set_lanes=32, rows_per_set=2, loads=4, norm=True, swiglu=True, named_loads=True),
 )
-# The layouts that are chosen for one row, for several that get the numbers which each of them gets alone.
+# The layouts that are chosen for one row, for several that get the numbers which each of them gets alone; GEMV_FEW has
+# the others.
 SEVERAL_ROWS = 4
 GEMV_SEVERAL = (
     *(
-        GemvShape(t_max=SEVERAL_ROWS, set_lanes=lanes, rows_per_set=rows, loads=2, norm=norm)
-        for lanes, rows, norm in ((64, 1, False), (64, 2, False), (32, 2, True), (64, 1, True), (64, 2, True))
+        GemvShape(t_max=SEVERAL_ROWS, set_lanes=lanes, rows_per_set=rows, loads=loads, norm=norm)
+        for lanes, rows, loads, norm in ((64, 1, 2, False), (128, 2, 1, False), (64, 4, 1, True), (128, 2, 1, True))
     ),
-    GemvShape(t_max=SEVERAL_ROWS, set_lanes=64, rows_per_set=4, loads=1, norm=True),
-    GemvShape(t_max=SEVERAL_ROWS, set_lanes=256, rows_per_set=1, loads=4, group=256),
-    GemvShape(t_max=SEVERAL_ROWS, set_lanes=32, rows_per_set=1, loads=2, norm=True, swiglu=True),
-    GemvShape(t_max=SEVERAL_ROWS, set_lanes=32, rows_per_set=2, loads=1, norm=True, swiglu=True),
+    *(
+        GemvShape(t_max=SEVERAL_ROWS, set_lanes=lanes, rows_per_set=rows, loads=1, norm=True, swiglu=True)
+        for lanes, rows in ((32, 1), (32, 2), (64, 1), (128, 1))
+    ),
 )
 GEMV_FAST = (*GEMV_ONE, *GEMV_ONE_NORM, *GEMV_SWIGLU, *GEMV_FEW, *GEMV_NO_WAVE, *GEMV_MORE, *GEMV_SEVERAL)
 
