@@ -1,11 +1,12 @@
 """Speculative decoding by prompt lookup beside plain decode: tokens a pass, speed, and the same tokens.
 
     python benchmarks/speculation.py [MODEL] [--device vulkan] [--vram-budget 4GB] [--guesses 3,7,15] [--tokens N]
-                                     [--characters N] [--turns N]
+                                     [--characters N] [--turns N] [--costs 0.5b,7b]
 
 Prompts are made of the repository's own files: code of which a part is to be written again, a text that is told twice
 and is to be told once more, and, where little should be gained, a text that is only continued. Plain and speculative
-answers take turns in one run, and every answer must have the plain one's tokens.
+answers take turns in one run, and every answer must have the plain one's tokens. With --costs no text is made: it says
+how long a pass of some rows takes, beside a pass of one, on random weights in the shapes of Qwen2.5.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
+import time
 from pathlib import Path
 
-from xinfer import LLM
+import h200
+from xinfer import LLM, gpu
+from xinfer.bench.loops import filled_device_cache
 from xinfer.cli.options import byte_count
+from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model.steps import LOAD, STEP
 
+CONTEXT = 128  # tokens before the rows whose passes are timed
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -33,9 +41,40 @@ def prompts(characters: int) -> dict[str, str]:
     }
 
 
+def pass_seconds(model: QwenModel, n: int) -> float:
+    """The median of passes of n rows behind a short context, each of which the host waits for."""
+    cache, steps = filled_device_cache(model, CONTEXT, n), model.steps
+    recording = steps.check(n, model.config.vocab_size)
+    runs: list[float] = []
+    until = time.perf_counter() + 1.5  # an idle GPU takes its time to run fast again
+    while len(runs) < 30 or time.perf_counter() < until:
+        steps.stage_check([7] * n, cache)
+        began = time.perf_counter()
+        steps.wait(steps.submit(recording, (LOAD, STEP)), urgent=True)
+        runs.append(time.perf_counter() - began)
+    return statistics.median(runs[-30:])
+
+
+def print_costs(sizes: str, device_name: str) -> None:
+    """A line for each size."""
+    device, memory = gpu.open_device(device_name), "/dev/shm" if Path("/dev/shm").is_dir() else None
+    assert device is not None
+    with device:
+        for size in sizes.split(","):
+            with tempfile.TemporaryDirectory(dir=memory) as folder:
+                h200.write_checkpoint(Path(folder), size)
+                with h200.loaded(Path(folder), device, exact=False) as (model, _):
+                    seconds = {n: pass_seconds(model, n) for n in (1, 2, 4, 8)}
+            lines = ", ".join(f"{n} rows {1e3 * s:.2f} ms ({s / seconds[1]:.2f})" for n, s in seconds.items())
+            print(f"{size}: {lines}", flush=True)
+
+
 def main() -> int:
     """Print a line for each prompt and number of guesses."""
     arguments = parsed()
+    if arguments.costs:
+        print_costs(arguments.costs, arguments.device)
+        return 0
     guesses = [int(n) for n in arguments.guesses.split(",")]
     budget = byte_count(arguments.vram_budget)
     with LLM(arguments.model, device=arguments.device, vram_budget=budget, mode=arguments.mode) as llm:
@@ -86,6 +125,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--characters", type=int, default=10_000)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--costs", metavar="SIZES")
     return parser.parse_args()
 
 

@@ -61,7 +61,7 @@ class SamplingParams:
         logprobs: Report the log probability of every token and of this many alternatives (0 to 20).
         speculate: On a GPU, guess up to so many tokens (0 to 15) from what followed the last two or three before, and
             check them in one pass. Greedy answers without penalties only, whose tokens stay the same; it pays where
-            layers are streamed and text repeats itself.
+            text repeats itself, most where layers are streamed.
     """
 
     max_tokens: int | None = None

@@ -134,7 +134,7 @@ Speculate = Annotated[
         max=15,
         metavar="N",
         help="Greedy on a GPU: guess up to N tokens from earlier text and check them in one pass. Same text; pays "
-        "where layers are streamed.",
+        "where text repeats itself, most where layers are streamed.",
     ),
 ]
 
