@@ -160,3 +160,22 @@ def test_copies_hide_behind_steps_only_on_a_queue_of_their_own(device: Device, c
     assert seconds(Split(streamed=(0, 2, 4), n_slots=1), two) == pytest.approx(9 + 3)
     from_disk = Split(streamed=(0, 3), n_slots=2, pinned=False)
     assert seconds(from_disk, one, load=bus / 2) == pytest.approx(12 + 6)
+
+
+def test_what_a_layer_costs(device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU by steps of more and of fewer layers; on the CPU by its clock: no two steps take the same there."""
+    with ModelWeights.open(checkpoint(SPEC)) as weights:
+        monkeypatch.setattr(device, "info", dataclasses.replace(device.info, kind="discrete"))
+        monkeypatch.setattr(prediction, "step_seconds", lambda steps, _: 10.0 + steps.config.num_hidden_layers)
+        assert predict(weights, device).token_seconds == pytest.approx(16)
+        monkeypatch.setattr(device, "info", dataclasses.replace(device.info, kind="cpu"))
+        monkeypatch.setattr(prediction, "step_seconds", lambda *_: 10.0)
+        monkeypatch.setattr(prediction, "layers_share", lambda *_: 0.25)
+        assert predict(weights, device).token_seconds == pytest.approx(7.5 + 6 * 1.25)
+
+
+def test_layers_take_a_share_of_a_step(device: Device, checkpoint: CheckpointFactory) -> None:
+    """Of a model with a tiny vocabulary nearly all."""
+    spec = dataclasses.replace(SPEC, vocab_size=300)
+    with ModelWeights.open(checkpoint(spec)) as weights, QwenModel.load(weights, device) as model:
+        assert 0.6 < prediction.layers_share(model.steps, 5) < 1

@@ -2,7 +2,8 @@
 
 Nothing is looked up: the first layers are read from the checkpoint into memory like that which the model would take,
 steps of these layers run by the kernels that it would run, and a streamed layer is copied as it would be. What a layer
-costs follows from steps of more and of fewer layers.
+costs follows from steps of more and of fewer layers; on the CPU, whose speed others change from step to step, from the
+device's clock within a step.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from xinfer.gpu.api import Buffer, Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
@@ -38,6 +39,7 @@ FILLER = 0x2C002C00  # 1/16 in f16, next to nothing in bf16 and f32: no number t
 
 Stages = Callable[[int, int], None]  # measurements done, and how many there are
 N_STAGES = 5
+TIMED_STEPS = 3  # whose layers are timed by the device's clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +97,22 @@ def predict(
             start, load_speed, again_speed = probe.read()
             probe.fill()
             tell(2, N_STAGES)
+            by_clock = device.info.kind == "cpu"
             few = max(1, probe.n // 4)
             positions = [SHORT] if context is None else [min(SHORT, context // 2), max(0, context - MOST_STEPS - 1)]
-            setup, fewer = probe.steps(few, positions[:1])
+            fewer = [] if by_clock else probe.steps(few, positions[:1]).seconds
             tell(3, N_STAGES)
-            setup, more = probe.steps(probe.n, positions)
+            setup, more, share = probe.steps(probe.n, positions, by_clock=by_clock)
             tell(4, N_STAGES)
             pinned_speed, bus_speed = probe.bus()  # behind work: a device that idles copies more slowly
             tell(5, N_STAGES)
     finally:
         device.limit_memory(None)
-    a_layer = max(more[0] - fewer[0], 0.0) / (probe.n - few) if probe.n > few else 0.0
-    a_layer = a_layer or more[0] * _share_of_a_layer(plan.layout, probe.n)
+    if by_clock:
+        a_layer = more[0] * share / probe.n
+    else:
+        a_layer = max(more[0] - fewer[0], 0.0) / (probe.n - few) if probe.n > few else 0.0
+        a_layer = a_layer or more[0] * _share_of_a_layer(plan.layout, probe.n)
     rest = max(0.0, more[0] - probe.n * a_layer)
     of_keys = max(0.0, more[-1] - more[0]) / probe.n
     pinned = plan.on_host
@@ -146,6 +152,14 @@ def _layers(plan: MemoryPlan, info: DeviceInfo, a_layer: float, bus_speed: float
     if split.n_slots == 1:
         return max(copy + len(split.streamed) * a_layer, compute)
     return max(copy, compute)
+
+
+class _Timed(NamedTuple):
+    """Seconds to set steps up, and of a step behind each of some numbers of tokens; the share that is layers'."""
+
+    setup: float
+    seconds: list[float]
+    layers: float
 
 
 class _Probe:
@@ -233,8 +247,8 @@ class _Probe:
             loader.load([(place, pinned) for place in self._layout.layers[0].places])
         return pinned, time.perf_counter() - began
 
-    def steps(self, n: int, positions: Sequence[int]) -> tuple[float, list[float]]:
-        """Seconds to set steps of the first n layers up, and of a step behind so many tokens each."""
+    def steps(self, n: int, positions: Sequence[int], *, by_clock: bool = False) -> _Timed:
+        """Steps of the first n layers, behind so many tokens each; with `by_clock`, the share of layers too."""
         config = self._part.first_layers(n).config
         plan = replace(
             self._plan,
@@ -249,7 +263,8 @@ class _Probe:
         self.tuned = bool(steps.tuning)
         try:
             setup = time.perf_counter() - began
-            return setup, [step_seconds(steps, position) for position in positions]
+            seconds = [step_seconds(steps, position) for position in positions]
+            return _Timed(setup, seconds, layers_share(steps, positions[0]) if by_clock else 0.0)
         finally:
             steps.close()
 
@@ -300,3 +315,24 @@ def step_seconds(steps: Steps, position: int, *, patience: float = STEPS_S) -> f
     while time.perf_counter() < until:
         rounds.append(run(n))
     return median(rounds)
+
+
+def layers_share(steps: Steps, position: int) -> float:
+    """The share of a step behind `position` tokens that its layers take, by the device's clock; the median of a few."""
+    cache = steps.pool.make_cache(position + 1)
+    cache.reserve(position + 1)  # given back with the cache
+    recording = steps.device.create_recording("timed step")
+    shares: list[float] = []
+    try:
+        recording.copy(*steps.one.states(1))
+        steps.record_step(recording, steps.config.vocab_size, timed="ops")
+        recording.finish()
+        for _ in range(TIMED_STEPS):
+            steps.stage_one(0, cache, position=position)
+            steps.wait(steps.submit(recording))
+            stamps = steps.device.timestamps(recording)
+            of_layers = sum(end - start for (_, start), (label, end) in pairwise(stamps) if label.startswith("layers."))
+            shares.append(of_layers / max(1e-9, stamps[-1][1] - stamps[0][1]))
+    finally:
+        recording.release()
+    return median(shares)
