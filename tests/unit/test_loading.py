@@ -1,0 +1,123 @@
+"""How a checkpoint's files are cut for the threads that load them: on a device without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tests.conftest import CheckpointFactory
+
+from xinfer.gpu.api import Bindable, Buffer
+from xinfer.gpu.null import NullBuffer, NullDevice
+from xinfer.gpu_model import loading
+from xinfer.gpu_model.layout import WeightsLayout
+from xinfer.gpu_model.loading import Job, Loader
+from xinfer.model.synthetic import SyntheticSpec
+from xinfer.model.weights import ModelWeights
+
+SPEC = SyntheticSpec(num_hidden_layers=3, hidden_size=64, intermediate_size=160, vocab_size=500, dtype="float16")
+
+
+class Device(NullDevice):
+    """Notes what is uploaded in one go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[tuple[int, list[tuple[int, int]]]] = []  # sizes; where parts begin, and their sizes
+
+    def upload_span(
+        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
+    ) -> None:
+        self.spans.append((size, [(at, target.size) for at, target in parts]))
+        super().upload_span(size, parts, fill)
+
+
+def jobs_of(weights: ModelWeights, device: Device) -> list[Job]:
+    """All tensors, each allocation in memory of its own."""
+    layout = WeightsLayout(weights)
+    jobs: list[Job] = []
+    for part in (layout.table, *([layout.head] if layout.head else []), *layout.layers):
+        buffer = device.create_buffer(part.size)
+        jobs += [(place, buffer) for place in part.places]
+    return jobs
+
+
+def check(weights: ModelWeights, jobs: Sequence[Job]) -> None:
+    """Every matrix has arrived, to the bit."""
+    for place, buffer in jobs:
+        stored = weights.read(place.name)
+        if place.rows > 1:
+            assert isinstance(buffer, NullBuffer)
+            assert buffer.bytes[place.offset : place.end] == np.ascontiguousarray(stored).tobytes(), place.name
+
+
+@pytest.fixture(autouse=True)
+def _readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "n_readers", lambda: 1)
+
+
+def test_tensors_that_lie_together_come_together(checkpoint: CheckpointFactory) -> None:
+    device = Device()
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        jobs = jobs_of(weights, device)
+        loader.load(jobs)
+        check(weights, jobs)
+    ((_, parts),) = device.spans
+    assert len(parts) == sum(place.rows > 1 for place, _ in jobs)
+
+
+def test_pieces_begin_at_pages_and_shrink_at_the_end(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "n_readers", lambda: 4)
+    monkeypatch.setattr(loading, "PIECE", 16 * loading.PAGE)
+    monkeypatch.setattr(loading, "READ", 2 * loading.PAGE)
+    device, done = Device(), list[int]()
+    with ModelWeights.open(checkpoint(SPEC)) as weights:
+        jobs = jobs_of(weights, device)
+        load = loading._Load(device, weights, jobs)
+        spans = [task for task in load._tasks if isinstance(task, loading._Span)]
+        assert all(span.begin % loading.PAGE == 0 for span in spans)
+        assert all(before.begin + before.size == after.begin for before, after in pairwise(spans))
+        sizes = [span.size for span in spans[:-1]]
+        assert sizes == sorted(sizes, reverse=True)
+        assert (sizes[0], sizes[-1]) == (16 * loading.PAGE, 2 * loading.PAGE)
+        with Loader(device, weights) as loader:
+            loader.load(jobs, progress=lambda n, total: done.append(total - n))
+        check(weights, jobs)
+    assert done == sorted(done, reverse=True)
+    assert done[-1] == 0
+
+
+def test_bytes_that_go_to_several_places_come_once_for_each(checkpoint: CheckpointFactory) -> None:
+    """A round of all that is there, in the file's order, and then another: not each tensor by itself."""
+    device = Device()
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        first, second = jobs_of(weights, device), jobs_of(weights, device)
+        loader.load([job for pair in zip(first, second, strict=True) for job in pair])
+        check(weights, first)
+        check(weights, second)
+    assert len(device.spans) == 2
+
+
+def test_far_tensors_are_not_read_across(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "GAP", 100)
+    device = Device()
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        jobs = [job for job in jobs_of(weights, device) if "down_proj" in job[0].name]
+        loader.load(jobs)
+        check(weights, jobs)
+    assert len(device.spans) == len(jobs) == 3
+
+
+def test_tensors_for_the_hosts_memory_are_read_there(checkpoint: CheckpointFactory) -> None:
+    device = Device()
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        layout = WeightsLayout(weights)
+        buffers: list[Buffer] = [device.create_buffer(part.size, "upload") for part in layout.layers]
+        jobs = [(place, buffer) for part, buffer in zip(layout.layers, buffers, strict=True) for place in part.places]
+        loader.load(jobs)
+        check(weights, jobs)
+    assert not device.spans
