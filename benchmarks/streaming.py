@@ -33,6 +33,7 @@ import timeline
 from xinfer import gpu
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import ModelOptions, QwenModel, predict
+from xinfer.gpu_model.answer import STEPS_AHEAD
 from xinfer.model import names
 from xinfer.model.weights import ModelWeights
 
@@ -130,7 +131,7 @@ def run(
     size: str, budget: int | None, weights: ModelWeights, device: Device, bus: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Decode and prefill of one size in a budget; predicted and measured in turns: machines change their speed."""
-    room = arguments.prompt + arguments.warm + arguments.tokens + 32  # and the picture's
+    room = arguments.prompt + arguments.warm + arguments.tokens + STEPS_AHEAD + 32  # and the picture's
     options, found = ModelOptions(vram_budget=budget, context=room), dict[str, Any]()
     shares: dict[str, list[float]] = {}
     for turn in range(arguments.turns):
@@ -165,11 +166,14 @@ def measured(model: QwenModel, bus: float, room: int, arguments: argparse.Namesp
     began = time.perf_counter()
     model.extend(prompt[:-1], cache)
     prefill = len(prompt) / (time.perf_counter() - began)
-    tokens = model.greedy(int(prompt[-1]), cache, limit=warm + n_tokens)
+    # Steps are queued ahead of the token that is asked for, here as many at the beginning as at the end.
+    tokens = model.greedy(int(prompt[-1]), cache, limit=warm + n_tokens + STEPS_AHEAD)
     chosen = [next(tokens) for _ in range(warm)]
     sent, began = model.bytes_sent, time.perf_counter()
-    chosen += list(tokens)
+    chosen += [next(tokens) for _ in range(n_tokens)]
     seconds = (time.perf_counter() - began) / n_tokens
+    sent = model.bytes_sent - sent
+    tokens.close()
     a_token = model.plan.a_token
     return {
         "streamed": len(split.streamed),
@@ -179,7 +183,7 @@ def measured(model: QwenModel, bus: float, room: int, arguments: argparse.Namesp
         "peak": model.device.memory().peak,
         "tokens_per_second": 1 / seconds,
         "bytes_a_token": a_token,
-        "sent_while_measured": model.bytes_sent - sent,
+        "sent_while_measured": sent,
         "bus_share": a_token / seconds / bus,
         "prefill": prefill,
         "tokens": chosen,
