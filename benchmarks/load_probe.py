@@ -224,9 +224,9 @@ def ceilings(probe: Probe) -> None:
 
 def raw_reading(weights: ModelWeights, n_threads: int) -> float:
     """Bytes a second of threads that read the files piece by piece, each into a chunk of its own."""
-    size = _staging.LARGE_CHUNK
     files = sorted({info.file for info in weights.tensors.values()})
-    spans = [(file, at) for file in files for at in range(0, file.stat().st_size - size, size)]
+    size = min(_staging.LARGE_CHUNK, *(file.stat().st_size for file in files))
+    spans = [(file, at) for file in files for at in range(0, file.stat().st_size - size + 1, size)]
     pages = pinned.HostPages(n_threads * size)
     work, lock = iter(spans), threading.Lock()
 
@@ -257,10 +257,10 @@ class Phases:
         for name, (owner, method) in self._methods.items():
             plain = getattr(owner, method)
 
-            def timed(*arguments: Any, plain: Any = plain, name: str = name) -> Any:
+            def timed(*arguments: Any, plain: Any = plain, name: str = name, **named: Any) -> Any:
                 began = time.perf_counter()
                 try:
-                    return plain(*arguments)
+                    return plain(*arguments, **named)
                 finally:
                     spent = time.perf_counter() - began
                     with self._lock:

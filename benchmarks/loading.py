@@ -206,9 +206,15 @@ def load_weights(weights: ModelWeights, device: Device) -> list[float]:
 
 def load_model(weights: ModelWeights, device: Device) -> float:
     """Bytes a second of a whole load: memory, weights, kernels."""
+    parts = load_probe.Phases(
+        memory=(DeviceWeights, "_allocate"), weights=(Loader, "load"), rest=(QwenModel, "__init__")
+    )
     began = time.perf_counter()
-    with QwenModel.load(weights, device):
-        return weights.nbytes / (time.perf_counter() - began)
+    with parts, QwenModel.load(weights, device):
+        spent = time.perf_counter() - began
+    text = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in parts.seconds.items())
+    say(f"a whole load takes {1e3 * spent:.0f} ms: {text}")
+    return weights.nbytes / spent
 
 
 def load_pinned(weights: ModelWeights, device: Device) -> float:
