@@ -173,7 +173,7 @@ def measured(model: QwenModel, bus: float, room: int, arguments: argparse.Namesp
     chosen += [next(tokens) for _ in range(n_tokens)]
     seconds = (time.perf_counter() - began) / n_tokens
     sent = model.bytes_sent - sent
-    tokens.close()
+    chosen += list(tokens)  # so that nothing is in flight when the memory is given back
     a_token = model.plan.a_token
     return {
         "streamed": len(split.streamed),
