@@ -62,10 +62,8 @@ def predict_model(
         raise DeviceError(f"device {device!r} is the CPU; expected a GPU to predict for: xinfer devices lists them")
     with opened, ModelWeights.open(folder) as weights:
         check_context(context, weights.config)
-        kept = Quarantine()
         kernels: dict[str, Any] = {
-            "quarantine": kept.variants_for(opened.info),
-            "proved": kept.proved_for(opened.info),
+            "quarantine": Quarantine().variants_for(opened.info),
             "tuning": partial(TuningFile().preferred, opened.info, exact=options.exact),
         }
         found = predict(weights, opened, options, **kernels, progress=progress)

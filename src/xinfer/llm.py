@@ -444,8 +444,7 @@ def load_model(
         return lambda done, total: None if progress is None else progress(stage, done, total)
 
     try:
-        quarantine = Quarantine(warn=_log.warning)
-        forbidden = quarantine.entries_for(opened.info)
+        forbidden = Quarantine(warn=_log.warning).entries_for(opened.info)
         if forbidden:
             _log.warning(describe(opened.info, forbidden))
         variants = [entry.variant for entry in forbidden]
@@ -454,7 +453,6 @@ def load_model(
             model = QwenModel.load(
                 *(weights, opened, options),
                 quarantine=variants,
-                proved=quarantine.proved_for(opened.info),
                 tuning=partial(TuningFile(warn=_log.warning).preferred, opened.info, exact=exact),
                 progress=staged("load"),
                 on_compile=staged("compile"),

@@ -1,8 +1,7 @@
 """Which kernels not to use with which driver: found by `xinfer doctor`, honoured wherever a model is loaded.
 
 One JSON file in the user's state folder (`quarantine_path`), written whole or not at all. An entry holds for one
-adapter, driver, driver version and kernel variant: a new driver begins with a clean slate. Of kernels that rely on what
-no API promises the file says the opposite as well: that the doctor has seen them do well, and in which form.
+adapter, driver, driver version and kernel variant: a new driver begins with a clean slate.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -28,7 +27,6 @@ VERSION = 1
 MARK = b'"entries"'  # what every quarantine file has, damaged or not
 LARGEST = 4 << 20  # bytes that are read of the file
 DETAIL_CHARS = 400
-PROVED = "proved"  # the outcome of what did well, where that has to be known
 
 Warn = Callable[[str], None]
 
@@ -51,12 +49,12 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One variant that failed with one driver, or was proved there."""
+    """One variant that failed with one driver."""
 
     driver: Driver
     variant: str
-    outcome: str  # "wrong", "hung", "lost", "crashed", "refused"; PROVED
-    detail: str = ""  # by how much, or the reason, or the signal; what was proved
+    outcome: str  # "wrong", "hung", "lost", "crashed", "refused"
+    detail: str = ""  # by how much, or the reason, or the signal
     adapter: str = ""  # its name, for people
     since: str = ""  # "2026-03-01T12:00:00+00:00"
 
@@ -83,9 +81,6 @@ class Quarantine:
 
     def entries(self) -> list[Entry]:
         """What failed, on every adapter."""
-        return [entry for entry in self._all_entries() if entry.outcome != PROVED]
-
-    def _all_entries(self) -> list[Entry]:
         try:
             if self.path.exists() and not self.path.is_file():  # reading a pipe or a device may never end
                 self._warn(f"the quarantine file {self.path} is no file; it is ignored")
@@ -103,15 +98,8 @@ class Quarantine:
 
     def entries_for(self, info: DeviceInfo) -> list[Entry]:
         """What failed with this adapter's driver, a variant each."""
-        return [entry for entry in self._entries_of(info) if entry.outcome != PROVED]
-
-    def proved_for(self, info: DeviceInfo) -> dict[str, str]:
-        """The variants that were proved with this adapter's driver, and what of each: see `ops.proof`."""
-        return {entry.variant: entry.detail for entry in self._entries_of(info) if entry.outcome == PROVED}
-
-    def _entries_of(self, info: DeviceInfo) -> list[Entry]:
         driver = Driver.of(info)
-        return [entry for entry in self._all_entries() if entry.driver == driver]
+        return [entry for entry in self.entries() if entry.driver == driver]
 
     def variants_for(self, info: DeviceInfo) -> frozenset[str]:
         """The variants not to use on an adapter."""
@@ -126,21 +114,13 @@ class Quarantine:
         self.update(info, passed=variants)
 
     def update(
-        self,
-        info: DeviceInfo,
-        *,
-        failed: dict[str, tuple[str, str]] | None = None,
-        passed: Iterable[str] = (),
-        proved: Mapping[str, str] | None = None,
+        self, info: DeviceInfo, *, failed: dict[str, tuple[str, str]] | None = None, passed: Iterable[str] = ()
     ) -> None:
         """Put variants in quarantine (outcome and detail by id) and allow others again, in one writing.
-
-        `proved` are those of the others that have to be known to do well, and what of each was seen to.
 
         Raises:
             DeviceError: the file cannot be written.
         """
-        found = dict(failed or {}) | {variant: (PROVED, detail) for variant, detail in (proved or {}).items()}
         driver, now = Driver.of(info), datetime.now(UTC).isoformat(timespec="seconds")
         new = [
             Entry(
@@ -151,7 +131,7 @@ class Quarantine:
                 adapter=info.name,
                 since=now,
             )
-            for variant, (outcome, detail) in sorted(found.items())
+            for variant, (outcome, detail) in sorted((failed or {}).items())
         ]
         changed = {*passed, *(entry.variant for entry in new)}
         self._replace(lambda entry: entry.driver == driver and entry.variant in changed, new)
@@ -170,17 +150,17 @@ class Quarantine:
                 raise RequestError(f"no kernel in quarantine fits {pattern!r}; there are: {names}")
 
         def fits(entry: Entry) -> bool:
-            return entry.outcome != PROVED and any(fnmatchcase(entry.variant, pattern) for pattern in patterns)
+            return any(fnmatchcase(entry.variant, pattern) for pattern in patterns)
 
         return self._replace(fits, [])
 
     def _replace(self, gone: Callable[[Entry], bool], new: list[Entry]) -> list[Entry]:
         """Write `new` in place of the entries that are to go, which are returned; nothing where nothing changes."""
-        if not new and not any(map(gone, self._all_entries())):
+        if not new and not any(map(gone, self.entries())):
             return []
         self._ensure_ours()
         with alone(self.path):  # two doctors, on two GPUs perhaps, must not undo what the other has found
-            before = self._all_entries()
+            before = self.entries()
             self._write([*(entry for entry in before if not gone(entry)), *new])
             return [entry for entry in before if gone(entry)]
 

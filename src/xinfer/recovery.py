@@ -270,18 +270,7 @@ class RecoveringModel(Generic[L]):
             self._listen()
             raise
         self._listen()
-        self._remember_given_up()
         return done
-
-    def _remember_given_up(self) -> None:
-        """Forbid kernels that gave up, and that the model goes without, to later runs as well."""
-        given_up: list[str] = getattr(self._loaded and self._loaded.model, "given_up", [])
-        while given_up and self._info is not None:
-            detail = "its workgroups did not all run at the same time"
-            try:
-                Quarantine(warn=_log.warning).add(self._info, given_up.pop(), "hung", detail)
-            except DeviceError as problem:
-                _log.warning("%s", problem)
 
     def _listen(self) -> None:
         if self._canary is not None:

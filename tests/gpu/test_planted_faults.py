@@ -41,7 +41,7 @@ STEP, TWO, EIGHT, SOME, MANY = (
 BIAS = "value += bias[constants.bias_offset + row];"
 OTHER_HALF = "q[first + half_dim + i]"
 ROW = "uint row = at.y, half_dim"
-TILES = "attention_tiles.hlsli"
+TILES = "attention_tiled.hlsl"
 TURNED = "return d < half_dim ? a * turn.x - b * turn.y : b * turn.x + a * turn.y;"
 
 FAULTS = [

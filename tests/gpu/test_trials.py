@@ -33,7 +33,7 @@ def idle() -> NullDevice:
 def test_every_variant_has_trials_that_run_it_and_fail_where_nothing_is_computed(
     idle: NullDevice, variant: Variant
 ) -> None:
-    with ops.KernelSet(idle, proved=ops.proofs([variant.id])) as kernels:
+    with ops.KernelSet(idle) as kernels:
         assert kernels.usable(variant.id)
         outcome = attempt(next(iter(trials_for(variant, SCALED_DOWN))), idle, kernels, variant.id)
     assert outcome.judgement is not None, f"{variant.id} is not what its trials run"

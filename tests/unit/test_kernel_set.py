@@ -8,7 +8,7 @@ import pytest
 
 from xinfer.errors import DeviceError
 from xinfer.gpu.null import INFO, NullDevice
-from xinfer.ops import KernelSet, proofs
+from xinfer.ops import KernelSet
 from xinfer.shaders.catalog import variants
 
 WAVE = next(variant for variant in variants().values() if variant.uses_waves and variant.workgroup == (256, 1, 1))
@@ -69,15 +69,3 @@ def test_an_op_that_has_no_kernel_left_is_named_with_the_reasons() -> None:
     with pytest.raises(DeviceError) as caught:
         KernelSet(none).first_usable(candidates[:1])
     assert "quarantine" not in str(caught.value)
-
-
-def test_what_no_api_promises_is_used_only_where_it_is_proved() -> None:
-    """The proof is of the kernel as it is: of another source it says nothing."""
-    variant = next(variant for variant in variants().values() if variant.needs_proof)
-    features = frozenset({"subgroup_size_control"}).union(*(variant.needs for variant in variants().values()))
-    info = dataclasses.replace(INFO, features=features, max_shared_bytes=1 << 20, max_workgroup_invocations=1024)
-    device = NullDevice(info)
-    assert not KernelSet(device).usable(variant.id)
-    assert KernelSet(device, proved=proofs([variant.id, PLAIN.id])).usable(variant.id)
-    assert not KernelSet(device, proved={variant.id: "of another source"}).usable(variant.id)
-    assert proofs([PLAIN.id]) == {}

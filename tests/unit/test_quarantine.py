@@ -51,17 +51,6 @@ def test_an_entry_holds_for_its_adapter_driver_and_version(kept: Quarantine) -> 
     assert (entry.outcome, entry.detail) == ("wrong", "off by 3")
 
 
-def test_what_was_proved_is_no_failure_and_ends_with_one(kept: Quarantine) -> None:
-    kept.update(INFO, passed=["a"], proved={"a": "as it is"})
-    assert kept.proved_for(INFO) == {"a": "as it is"}
-    assert kept.proved_for(NEWER) == {}
-    assert kept.entries_for(INFO) == []
-    assert kept.variants_for(INFO) == frozenset()
-    kept.add(INFO, "a", "hung")
-    assert kept.proved_for(INFO) == {}
-    assert kept.variants_for(INFO) == {"a"}
-
-
 def test_update_replaces_lifts_and_leaves_others_alone(kept: Quarantine) -> None:
     kept.update(INFO, failed={"a": ("wrong", "1"), "b": ("lost", "2")})
     kept.add(NEWER, "a", "wrong")

@@ -8,8 +8,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,7 +20,6 @@ from xinfer.ops import _argmax as argmax
 from xinfer.ops import _attention as attention
 from xinfer.ops import _base as base
 from xinfer.ops import _elementwise as elementwise
-from xinfer.ops import _layer as layer
 from xinfer.ops import _linear as linear
 from xinfer.ops import _packed as packed
 from xinfer.ops import _sample as sample
@@ -69,8 +66,6 @@ def test_every_op_has_a_plain_variant_for_every_device() -> None:
 
     by_op: dict[str, list[bool]] = {}
     for variant in ALL:
-        if variant.needs_proof:
-            continue  # the ops that it stands for have one
         by_op.setdefault(variant.op, []).append(plain(variant) and variant.profile == catalog.SPIRV_1_3)
     assert all(found[0] for found in by_op.values()), "the first variant of an op is the plain one"
     for weight_format in catalog.FORMATS:
@@ -168,8 +163,6 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             trips = elementwise.rms_norm_trips(variant.id, width=HIDDEN)
         case "argmax":
             trips = argmax.argmax_trips(n_valid=VOCABULARY)
-        case "decode_layer":
-            trips = layer_trips(variant)
         case "sample":
             trips = sample.sample_trips(variant.id, vocab=VOCABULARY)
         case "attention" if ".combine" in variant.id:
@@ -181,18 +174,6 @@ def test_no_lane_loops_too_long(variant: Variant) -> None:
             assert "for (" not in (shaders.SOURCES / variant.source).read_text().replace("UNROLL for (", "")
             trips = 0
     assert trips < base.MAX_TRIPS
-
-
-def layer_trips(variant: Variant) -> int:
-    """Of the 7B's layer on 132 workgroups, with the keys that the form is chosen for; what is longer is not planned."""
-    hidden, inner, heads, kv_heads = 3584, 18_944, 28, 4
-    dim, few = variant.define("DIM_MAX"), variant.define("HEADS") < catalog.ATTENTION_HEADS_A_LOAD
-    shapes = {"qkv": ((heads + 2 * kv_heads) * dim, hidden), "o": (hidden, heads * dim), "gate": (inner, hidden)}
-    shapes["down"] = (hidden, inner)
-    w: Any = SimpleNamespace(**{n: SimpleNamespace(rows=r, columns=c) for n, (r, c) in shapes.items()})
-    cache: Any = SimpleNamespace(n_kv_heads=kv_heads, head_dim=dim, format="f16" if variant.define("FORMAT") else "f32")
-    keys, splits = (attention.FEW_KEYS // kv_heads, 8) if few else (CONTEXT, 33)
-    return layer.layer_trips(variant.id, w, cache, heads, keys, 132, splits)
 
 
 # --- what is built, and what is stale -------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from xinfer.doctor.isolated import BROKEN, HUNG, LOST, NO_ANSWER, REFUSED, RIGHT
 from xinfer.errors import DeviceError, DeviceHungError, DeviceLostError, OutOfMemoryError
 from xinfer.gpu import directml
 from xinfer.gpu.api import Device
-from xinfer.ops import KernelSet, proofs
+from xinfer.ops import KernelSet
 from xinfer.shaders.catalog import variants
 from xinfer.trials import expected
 from xinfer.trials.base import attempt
@@ -116,7 +116,7 @@ def _examine(device: Device, job: dict[str, Any]) -> dict[str, Any]:
 
 def try_variant(device: Device, variant: str, scale: menu.Scale, *, timeout_s: float) -> dict[str, Any]:
     """Every trial of a variant, up to the first that goes wrong. Raises DeviceError where one does not end well."""
-    with KernelSet(device, proved=proofs([variant])) as kernels:
+    with KernelSet(device) as kernels:
         if not kernels.usable(variant):
             return {"outcome": SKIPPED, "detail": "the device lacks what it needs"}
         ratio, n = 0.0, 0

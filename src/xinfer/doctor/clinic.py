@@ -16,7 +16,6 @@ from xinfer.doctor.isolated import BROKEN, FAILURES, HUNG, RIGHT, Ended, Isolate
 from xinfer.doctor.rounds import Round, Tried, cores, width
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
-from xinfer.ops import proofs
 from xinfer.quarantine import Quarantine
 from xinfer.shaders.catalog import variants
 
@@ -151,7 +150,7 @@ def _try_variants(
             if outcome in FAILURES:
                 quarantine.add(info, tried.name, outcome, detail)
             elif outcome == RIGHT:
-                quarantine.update(info, passed=[tried.name], proved=proofs([tried.name]))
+                quarantine.lift(info, [tried.name])
         except DeviceError as error:  # a home that is read-only, or full, is no reason to know less
             not_kept.append(str(error))
         answer = tried.ended.answer or {}

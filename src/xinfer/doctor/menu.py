@@ -22,7 +22,6 @@ from xinfer.trials.bench import DTYPES
 from xinfer.trials.cache import AppendTrial, CacheFormat
 from xinfer.trials.choice import ArgmaxTrial, SampleTrial
 from xinfer.trials.judge import Array
-from xinfer.trials.layer import LayerTrial, LayerValues
 from xinfer.trials.linear import LinearTrial, PackTrial, SumTrial
 from xinfer.trials.rows import AddTrial, EmbedTrial, NormTrial, RopeTrial, SwigluTrial
 
@@ -228,41 +227,6 @@ def _turns(trial: Trial) -> bool:
     return isinstance(trial, TurnTrial)
 
 
-def _decode_layer(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
-    """In one dispatch, too, with the barriers across as many workgroups as stay on the device."""
-    form, cache_format = FORMAT_NAMES[variant.define("WEIGHTS_FORMAT")], _cache_format(variant)
-    small = variant.define("DIM_MAX") == 64
-    dim = 16 if small else 72
-    awkward = ModelShape(name="awkward", hidden=72, inner=104, heads=6, kv_heads=2, head_dim=dim, vocab=0)
-    models = [model for model in MODELS if (model.head_dim <= 64) == small]
-    for model, n_keys in ((awkward, 33), *((model, scale.keys) for model in models)):
-        q_size, inner = model.heads * model.head_dim, min(model.inner, max(8, scale.rows // 8 * 8))
-        k, v = (cache_numbers(_normal(rng, n_keys, model.kv_heads, model.head_dim), cache_format) for _ in range(2))
-        cos, sin = _tables(n_keys + 1, model.head_dim)
-        matrices = {
-            name: _weights(rng, rows, columns, form) / np.sqrt(columns, dtype=np.float32)
-            for name, rows, columns in (
-                *(("qkv", model.qkv, model.hidden), ("o", model.hidden, q_size)),
-                *(("gate", inner, model.hidden), ("up", inner, model.hidden), ("down", model.hidden, inner)),
-            )
-        }
-        vectors = {name: _normal(rng, model.hidden) for name in ("input_ln", "post_ln")} | {
-            "qkv_b": _normal(rng, model.qkv)
-        }
-        yield LayerTrial(
-            x=_normal(rng, 1, model.hidden),
-            w=LayerValues(**{name: values.astype(DTYPES[form]) for name, values in matrices.items()}, **vectors),
-            inner=inner,
-            k=k,
-            v=v,
-            cos=cos,
-            sin=sin,
-            eps=EPS,
-            format=form,
-            cache_format=cache_format,
-        )
-
-
 def _argmax(variant: Variant, scale: Scale, rng: np.random.Generator) -> Iterator[Trial]:
     del variant
     for vocab, n_valid in ((5, 5), *((min(model.vocab, scale.vocab), None) for model in MODELS)):
@@ -305,7 +269,6 @@ _FAMILIES: dict[str, Callable[[Variant, Scale, np.random.Generator], Iterator[Tr
     "pack_rows": _pack_rows,
     "sum_parts": _sum_parts,
     "attention": _attention,
-    "decode_layer": _decode_layer,
     "argmax": _argmax,
     "sample": _sample,
 }

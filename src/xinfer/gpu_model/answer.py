@@ -38,7 +38,6 @@ class Answer:
         self._start = cache.length  # position of the first
         self._choice = choice
         self._submitted = 0
-        self.given_up: str | None = None  # the kernel that gave up, where the last token read is BAD_TOKEN for that
         self._tickets: list[Ticket | None] = [None] * RING
 
     @property
@@ -58,14 +57,6 @@ class Answer:
     def fed(self, n: int) -> int:
         """What step n was given."""
         return self._fed[n]
-
-    def again(self, n: int) -> int:
-        """Token number n once more: its step, and those queued behind it, were void."""
-        self.read_all()
-        del self._fed[n + 1 :]
-        self._submitted, self.given_up = n, None
-        self._holder.disclaim(self)
-        return self.token(n)
 
     def read_all(self) -> None:
         """Wait for every step in flight and read its token."""
@@ -97,5 +88,3 @@ class Answer:
         assert ticket is not None
         self._steps.wait(ticket)
         self._fed.append(self._steps.chosen(n))
-        if self._fed[-1] == BAD_TOKEN:  # asked for at once: the state may be another's when the token is given out
-            self.given_up = self._steps.given_up()

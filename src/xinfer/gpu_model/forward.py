@@ -15,25 +15,15 @@ from xinfer.gpu_model.tuning import Tuning
 from xinfer.gpu_model.weights import DeviceLayer, DeviceWeights
 from xinfer.kv_cache import BlockPool
 from xinfer.model.config import Qwen2Config
-from xinfer.ops import CacheBlocks, KernelSet, LayerPlan, LayerRows, Phase, Recorder, Rows
+from xinfer.ops import CacheBlocks, KernelSet, Recorder, Rows
 
 Array = NDArray[np.float32]
 Tap = Callable[[str, Array], None]
 Named = tuple[str, Rows]  # a tap's name and the rows it shows
-ALIGNED = 64  # floats: each activation of a single row begins at a multiple
-
-# The phases of a whole layer under the names of the ops that they stand for.
-WHOLE_LAYER = (("layer", (Phase.QKV, Phase.DOWN)),)
-LAYER_BY_PHASE = tuple(
-    (name, (phase, phase)) for name, phase in zip(("qkv", "attn", "o", "swiglu", "down"), Phase, strict=True)
-)
 
 
 class Workspace:
-    """The activations of up to `n_rows` rows, and their states: what a step reads and overwrites.
-
-    Those of a single row lie in one buffer, as a kernel that runs a whole layer needs them.
-    """
+    """The activations of up to `n_rows` rows, and their states: what a step reads and overwrites."""
 
     def __init__(self, device: Device, config: Qwen2Config, n_rows: int, label: str, *, packs: bool = True) -> None:
         """`packs`: whether there may be rows enough for matrix cores, and so memory for what they multiply."""
@@ -41,12 +31,8 @@ class Workspace:
         self._widths = widths(config)
         self._buffers: dict[str, Buffer] = {}
         try:
-            if n_rows == 1:
-                size = 4 * sum(map(_aligned, self._widths.values()))
-                self._buffers["row"] = device.create_buffer(size, "device", f"{label} row")
-            else:
-                for name, width in self._widths.items():
-                    self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
+            for name, width in self._widths.items():
+                self._buffers[name] = device.create_buffer(4 * n_rows * width, "device", f"{label} {name}")
             size = _packed_bytes(config, n_rows if packs else 1)
             self._buffers["packed"] = self.packed = device.create_buffer(size, "device", f"{label} packed rows")
             self._buffers["parts"] = self.parts = device.create_buffer(
@@ -61,12 +47,7 @@ class Workspace:
 
     def rows(self, name: str, n: int) -> Rows:
         """`n` rows of an activation."""
-        width = self._widths[name]
-        if self.n_rows > 1:
-            return Rows.dense(self._buffers[name], n, width)
-        names = list(self._widths)
-        offset = 4 * sum(_aligned(self._widths[before]) for before in names[: names.index(name)])
-        return Rows.dense(self._buffers["row"][offset : offset + 4 * width], n, width)
+        return Rows.dense(self._buffers[name], n, self._widths[name])
 
     def states(self, n: int) -> tuple[BufferSlice, BufferSlice]:
         """Where the host writes the states of n rows, and where the ops read them."""
@@ -93,12 +74,8 @@ def widths(config: Qwen2Config) -> dict[str, int]:
 
 def workspace_bytes(config: Qwen2Config, n_rows: int) -> int:
     """Device memory of a workspace."""
-    rows = n_rows * (4 * sum(map(_aligned, widths(config).values())) + ops.STATE_BYTES)
+    rows = n_rows * (4 * sum(widths(config).values()) + ops.STATE_BYTES)
     return rows + _packed_bytes(config, n_rows) + _parts_bytes(config, n_rows)
-
-
-def _aligned(width: int) -> int:
-    return -(-width // ALIGNED) * ALIGNED
 
 
 def _packed_bytes(config: Qwen2Config, n_rows: int) -> int:
@@ -129,7 +106,6 @@ class Network:
     max_keys: int  # of one sequence
     tuning: Tuning
     exact: bool  # matrix cores multiply activations as two f16 numbers, not as one
-    layer_plan: LayerPlan | None  # how a decode step runs a layer in one dispatch, where it does
 
     def cache(self, i: int) -> CacheBlocks:
         """The blocks of layer i."""
@@ -153,23 +129,14 @@ def cache_blocks(pool: BlockPool, config: Qwen2Config, i: int) -> CacheBlocks:
 class Pass:
     """Records the network for `n` rows of a workspace, each op followed by a barrier.
 
-    One row runs the fused ops where the device has them. With `timed`, a timestamp follows every op. `whole_layers`
-    says that whoever runs it looks whether a layer's kernel has given up: see `Steps.given_up`.
+    One row runs the fused ops where the device has them. With `timed`, a timestamp follows every op.
     """
 
     tapped = False
     alone = False  # each row gets the bits that it gets by itself, and its key is the newest that it sees
-    by_phase = False  # each phase of a whole layer is an op of its own
 
     def __init__(
-        self,
-        network: Network,
-        space: Workspace,
-        n: int,
-        recording: Recording,
-        *,
-        timed: bool = False,
-        whole_layers: bool = False,
+        self, network: Network, space: Workspace, n: int, recording: Recording, *, timed: bool = False
     ) -> None:
         self.network = network
         self.config = network.config
@@ -184,8 +151,6 @@ class Pass:
         tuning = Tuning() if self.tapped else network.tuning
         at_once = 1 if self.alone else n  # rows of what kernels are chosen for
         self._tuned = tuning.products(at_once)  # variants by op
-        self._layer_plan = network.layer_plan if whole_layers else None
-        self._arrivals = 0  # of workgroups at barriers within a layer
         attention = tuning.attention_for(network.max_keys) if at_once == 1 else None
         self._plan = ops.plan_attention(
             self.on,
@@ -219,9 +184,6 @@ class Pass:
     def layer(self, i: int, *, cache_only: bool = False) -> None:
         """Run layer i on x. `cache_only` stops once its keys and values are cached, for when x is not used any more."""
         w = self.network.weights.layers[i]
-        if self._layer_plan is not None:
-            self._whole_layer(self._layer_plan, i, w)
-            return
         self._project(i, w)
         if cache_only or not self._plan.turns:
             self._append(i)
@@ -240,23 +202,6 @@ class Pass:
             operand = self._normed(x, weights.norm, h, weights.head, "norm", "head")
             self._product(operand, weights.head, logits, label="logits")
         self.done("logits", ("logits", logits))
-
-    def _whole_layer(self, plan: LayerPlan, i: int, w: DeviceLayer) -> None:
-        """Layer i in one dispatch, or phase by phase with the same kernel."""
-        network, cache = self.network, self.network.cache(i)
-        rows = LayerRows(x=self.x, qkv=self.qkv, attn=self.attn, gated=self.gate)
-        for op, phases in LAYER_BY_PHASE if self.by_phase else WHOLE_LAYER:
-            label = f"layers.{i}.{op}"
-            self._arrivals = ops.decode_layer(
-                *(self.on, plan, self.state, network.rope_table, w, rows, cache),
-                eps=self.config.rms_norm_eps,
-                scratch=network.scratch,
-                window=self.config.layer_windows[i],
-                phases=phases,
-                arrivals=self._arrivals,
-                label=label,
-            )
-            self.done(label)
 
     def _project(self, i: int, w: DeviceLayer) -> None:
         """q, k and v of x."""

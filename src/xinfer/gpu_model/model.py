@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from types import TracebackType
 from typing import NoReturn, Self
@@ -45,9 +44,6 @@ CACHED = frozenset({"k", "k_rope", "v"})  # taps of what a layer caches
 CHUNK_SECONDS = 0.4  # what a chunk may take: watchdogs strike after 2 s (Windows) to 10 s (Linux)
 
 
-_log = logging.getLogger("xinfer")
-
-
 class QwenModel:
     """A model resident on a device, made by `load`. One thread runs it at a time, the others wait.
 
@@ -65,7 +61,6 @@ class QwenModel:
         mode: Mode = "auto",
         exact: bool = False,
         quarantine: Iterable[str] = (),
-        proved: Mapping[str, str] | None = None,
         tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
@@ -78,11 +73,9 @@ class QwenModel:
             context=context,
             exact=exact,
             quarantine=quarantine,
-            proved=proved,
             tuning=tuning,
             on_compile=on_compile,
         )
-        self.given_up: list[str] = []  # kernels that it goes without, as their workgroups did not all run at one time
         self._lock = threading.RLock()
         # Rows of the next chunk of a prompt. Where layers are streamed each is a submission of its own, and each chunk
         # has to wait for all of them: then a chunk is as large as it can be.
@@ -104,7 +97,6 @@ class QwenModel:
         *,
         split: Split | None = None,
         quarantine: Iterable[str] = (),
-        proved: Mapping[str, str] | None = None,
         tuning: Callable[[MemoryPlan], Tuning] | None = None,
         progress: Progress | None = None,
         on_compile: Progress | None = None,
@@ -119,8 +111,6 @@ class QwenModel:
             options: how it lies there and runs; None: `ModelOptions()`.
             split: which layers are streamed and through how many slots, for tests.
             quarantine: ids of kernel variants that must not be used; others are chosen in their place.
-            proved: proofs by id of kernel variants that rely on what no API promises, and did well with this driver;
-                see `KernelSet`.
             tuning: gives the variants that are preferred to those that ops would choose, for what has been planned;
                 those that cannot be used here are passed over, and it is not asked where `options` say so.
             progress: called with bytes read and bytes in all.
@@ -144,7 +134,6 @@ class QwenModel:
                 mode=options.mode,
                 exact=options.exact,
                 quarantine=quarantine,
-                proved=proved,
                 tuning=tuning(plan) if tuning is not None and options.tuning else None,
                 on_compile=on_compile,
             )
@@ -266,8 +255,6 @@ class QwenModel:
                     self._keep_within_budget()
                     self._reserve(cache, cache.length + min(STEPS_AHEAD, answer.limit - n))
                     chosen = answer.token(n)
-                    if chosen == BAD_TOKEN and self._do_without(answer.given_up):
-                        chosen = answer.again(n)
                     if chosen == BAD_TOKEN:
                         self.trace([answer.fed(n)], cache)
                     cache.append([answer.fed(n)], rows=1)
@@ -400,22 +387,6 @@ class QwenModel:
         raise NumericalError(
             f"{place} ({where}) made the first NaN or infinity {position} on {self.device.info.name}; {why}"
         )
-
-    def _do_without(self, variant: str | None) -> bool:
-        """Whether a step is void because a kernel gave up; steps do without that one from then on."""
-        if variant is None:
-            return False
-        if variant in self._steps.kernels.quarantine:  # another answer's steps came to it first
-            return True
-        _log.warning(
-            "%s: the workgroups of %s did not all run at the same time; the step is run again, and later ones, "
-            "by other kernels, which are slower",
-            self.device.info.name,
-            variant,
-        )
-        self.given_up.append(variant)
-        self._steps.forbid(variant)
-        return True
 
     def _keep_within_budget(self) -> None:
         """Give up layers where the system takes memory back, and let them return; between steps, every now and then."""
@@ -559,8 +530,6 @@ class QwenModel:
         steps.stage_one(token, cache, position=cache.length)
         steps.wait(steps.submit(recording, (LOAD, STEP, READ)), urgent=True)
         if steps.chosen(0) == BAD_TOKEN:
-            if self._do_without(steps.given_up()):
-                return self._last_logits(token, cache)
             self.trace([token], cache)
         logits = np.frombuffer(steps.logits_back.read(), np.float32)
         cache.append([token], rows=1)

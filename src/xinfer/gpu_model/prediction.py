@@ -9,7 +9,7 @@ device's clock within a step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -73,7 +73,6 @@ def predict(
     options: ModelOptions | None = None,
     *,
     quarantine: Iterable[str] = (),
-    proved: Mapping[str, str] | None = None,
     tuning: Callable[[MemoryPlan], Tuning] | None = None,
     progress: Stages | None = None,
 ) -> Prediction:
@@ -91,7 +90,7 @@ def predict(
         plan = plan_for(weights, device, options)
         with ExitStack() as held:
             preferred = tuning(plan) if tuning is not None and options.tuning else Tuning()
-            kernels = {"quarantine": tuple(quarantine), "proved": proved, "tuning": preferred}
+            kernels = {"quarantine": tuple(quarantine), "tuning": preferred}
             probe = _Probe(weights, device, plan, kernels, held)
             tell(1, N_STAGES)
             start, load_speed, again_speed = probe.read()

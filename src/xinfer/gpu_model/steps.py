@@ -5,7 +5,7 @@ All of them belong to one generation of the cache's pool and are made again in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from typing import Any, Literal
@@ -34,7 +34,7 @@ from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.kv_cache import BlockPool, KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.reference import rope_tables
-from xinfer.ops import KernelSet, LayerPlan, Recorder, Rows, RowState, WantedKernels
+from xinfer.ops import KernelSet, Recorder, Rows, RowState, WantedKernels
 
 RING = 64  # tokens that the device remembers
 # Rows that recordings are made for; a chunk is padded to the next of them.
@@ -68,7 +68,6 @@ class Steps:
         context: int,
         exact: bool = False,
         quarantine: Iterable[str] = (),
-        proved: Mapping[str, str] | None = None,
         tuning: Tuning | None = None,
         on_compile: Progress | None = None,
     ) -> None:
@@ -83,12 +82,9 @@ class Steps:
         self._generation = -1  # of the pool, which network and recordings belong to
         self._network: Network | None = None
         self.tuning = Tuning()  # what of it can be used here
-        self._layer_variant: str | None = None  # of what runs a layer in one dispatch, where anything has
         self._staging_used: Ticket | None = None  # the last submission that reads what the host has staged
         with ExitStack() as held:
-            self.kernels = held.enter_context(
-                KernelSet(device, quarantine=quarantine, proved=proved, on_make=on_compile)
-            )
+            self.kernels = held.enter_context(KernelSet(device, quarantine=quarantine, on_make=on_compile))
             held.callback(self._forget)
             self.pool = BlockPool(device, plan.shape, context=context)
             held.callback(self.pool.release)
@@ -144,39 +140,8 @@ class Steps:
             max_keys=max_keys,
             tuning=self.tuning,
             exact=self.exact,
-            layer_plan=self.layer_plan(max_keys),
         )
         return self._network
-
-    def layer_plan(self, max_keys: int) -> LayerPlan | None:
-        """How decode steps that see up to `max_keys` keys run a layer in one dispatch; None where they do not."""
-        forced = self.tuning.layer
-        if forced is None and (self.tuning.decode or self.tuning.attention):
-            return None
-        plan = ops.plan_layer(
-            self.kernels,
-            self._weights.layers,
-            cache_blocks(self.pool, self.config, 0),
-            n_heads=self.config.num_attention_heads,
-            max_keys=max_keys,
-            variant=forced.variant if forced else None,
-            n_groups=forced.n_groups if forced else None,
-        )
-        if plan is not None:
-            self._layer_variant = plan.variant.id
-        return plan
-
-    def given_up(self) -> str | None:
-        """The kernel whose barriers were given up in the last step, which is void then; None where none was."""
-        if self._layer_variant is None:
-            return None
-        state = RowState.unpack(self.device.download(self.one.states(1)[1], TIMEOUT_S))
-        return self._layer_variant if state.arrived >= ops.ABORTED else None
-
-    def forbid(self, variant: str) -> None:
-        """Do without a kernel from now on; what was recorded is recorded again, and scratch memory is made anew."""
-        self.kernels.quarantine |= {variant}
-        self._generation = -1
 
     def tune(self, tuning: Tuning) -> None:
         """Use these variants from now on, those that can be used here; what was recorded is recorded again."""
@@ -242,9 +207,9 @@ class Steps:
         return self._kept(("draw", 0), record)
 
     def check(self, n: int, n_valid: int) -> Recording:
-        """N rows that follow each other, and the best id below n_valid behind each: segments LOAD and STEP.
+        """N rows that follow each other, and the best id below n_valid behind each, to the bit as in n steps.
 
-        To the bit as n steps whose layers are several dispatches each.
+        Segments LOAD and STEP.
         """
         rows = self._checked_rows(n)
 
@@ -286,7 +251,7 @@ class Steps:
         recording.barrier()
         if timed != "no":
             recording.timestamp("begin")
-        step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops", whole_layers=True)
+        step = Pass(self.network(), self.one, 1, recording, timed=timed == "ops")
         step.embed()
         self.record_layers(step, STEP)
         step.head(self.logits)
@@ -517,8 +482,4 @@ class Steps:
         if (tuned := self.tuning.attention_for(max_keys)) is not None:
             options: dict[str, Any] = {"variant": tuned.variant, "n_splits": tuned.n_splits}
             plans.append(ops.plan_attention(on, cache, n_heads=heads, n_rows=1, max_keys=max_keys, **options))
-        demands = [(plan.scratch_bytes, plan.counter_bytes) for plan in plans]
-        whole = self.layer_plan(max_keys)
-        if whole is not None:
-            demands.append((whole.scratch_bytes, whole.counter_bytes))
-        return max(4, *(scratch for scratch, _ in demands)), max(counters for _, counters in demands)
+        return max(4, *(plan.scratch_bytes for plan in plans)), max(plan.counter_bytes for plan in plans)

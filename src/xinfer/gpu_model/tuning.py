@@ -26,14 +26,6 @@ class AttentionChoice:
     n_splits: int
 
 
-@dataclass(frozen=True, slots=True)
-class LayerChoice:
-    """A kernel that runs a layer in one dispatch, and how many workgroups stay."""
-
-    variant: str
-    n_groups: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Variants by op. Empty: everything is as the ops choose."""
@@ -41,10 +33,9 @@ class Tuning:
     decode: Mapping[str, str] = field(default_factory=dict)  # by op, of steps of one row
     attention: Mapping[int, AttentionChoice] = field(default_factory=dict)  # of such steps, by `keys_bucket`
     prompts: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # by rows of the recording, and op
-    layer: LayerChoice | None = None  # of such steps, for tests and measuring: it is not kept in files
 
     def __bool__(self) -> bool:
-        return bool(self.layer or self.decode or self.attention or any(self.prompts.values()))
+        return bool(self.decode or self.attention or any(self.prompts.values()))
 
     def products(self, n_rows: int) -> Mapping[str, str]:
         """Variants by op, for recordings of so many rows."""
@@ -66,7 +57,6 @@ class Tuning:
             decode=_left(self.decode, dropped),
             attention={keys: choice for keys, choice in self.attention.items() if choice.variant not in dropped},
             prompts={rows: _left(by_op, dropped) for rows, by_op in self.prompts.items()},
-            layer=self.layer,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -153,7 +143,6 @@ class Sites:
                 for rows, by_op in tuning.prompts.items()
                 if 1 < rows <= self.max_rows
             },
-            layer=tuning.layer,
         )
 
     def _gemv(self, op: str, w: Matrix) -> list[str]:

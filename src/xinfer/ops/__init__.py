@@ -8,7 +8,6 @@ not run: what they are given must live until the recording has run. An op that r
 from xinfer.ops._argmax import argmax, argmax_scratch_bytes
 from xinfer.ops._attention import AttentionPlan, attention, attention_candidates, plan_attention, turn_attention
 from xinfer.ops._base import (
-    ABORTED,
     BAD_TOKEN,
     FLAG_NOT_FINITE,
     STATE_BYTES,
@@ -22,12 +21,10 @@ from xinfer.ops._base import (
     Rows,
     RowState,
     WantedKernels,
-    proofs,
     row_stride,
 )
 from xinfer.ops._capacity import Capacity, capacity_of
 from xinfer.ops._elementwise import add, can_rope_append, embed, kv_append, rms_norm, rope, rope_append, swiglu
-from xinfer.ops._layer import LayerPlan, LayerRows, LayerTensors, Phase, decode_layer, plan_layer, resident_groups
 from xinfer.ops._linear import GEMV_ROWS_MAX, can_fuse, gate_up, gemm_candidates, gemv_candidates, linear, norm_linear
 from xinfer.ops._packed import (
     PackedRows,
@@ -46,7 +43,6 @@ from xinfer.shaders.catalog import ATTENTION_DIM_MAX as HEAD_DIM_MAX
 from xinfer.shaders.catalog import BLOCK_TOKENS
 
 __all__ = [
-    "ABORTED",
     "BAD_TOKEN",
     "BLOCK_TOKENS",
     "FLAG_NOT_FINITE",
@@ -61,13 +57,9 @@ __all__ = [
     "Capacity",
     "Format",
     "KernelSet",
-    "LayerPlan",
-    "LayerRows",
-    "LayerTensors",
     "Matrix",
     "MatrixSlice",
     "PackedRows",
-    "Phase",
     "Recorder",
     "RowState",
     "Rows",
@@ -84,7 +76,6 @@ __all__ = [
     "can_rope_append",
     "can_sample",
     "capacity_of",
-    "decode_layer",
     "embed",
     "gate_up",
     "gate_up_packed",
@@ -99,9 +90,6 @@ __all__ = [
     "packed_candidates",
     "parts_bytes",
     "plan_attention",
-    "plan_layer",
-    "proofs",
-    "resident_groups",
     "rms_norm",
     "rope",
     "rope_append",

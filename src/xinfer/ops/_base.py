@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import struct
 import threading
@@ -25,12 +24,11 @@ MAX_GROUPS = 65_535  # workgroups in one dimension of a dispatch
 MAX_TRIPS = 60_000
 
 # common.hlsli's words of a row's state, in order.
-STATE_FIELDS = ("token", "position", "sequence", "steps", "flags", "bad_step", "arrived")
+STATE_FIELDS = ("token", "position", "sequence", "steps", "flags", "bad_step")
 STATE_BYTES = 4 * STATE_WORDS
 UNUSED_POSITION = 0xFFFF_FFFF  # the position of a row that is padding: nothing is appended, its attention is 0
 BAD_TOKEN = 0xFFFF_FFFF  # in the ring of chosen tokens: the logits held NaN or infinity
 FLAG_NOT_FINITE = 1
-ABORTED = 0x8000_0000  # in `arrived`: a barrier within a kernel was given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +41,6 @@ class RowState:
     steps: int = 0  # tokens chosen so far
     flags: int = 0
     bad_step: int = 0  # which one was NaN or infinity, where flags has FLAG_NOT_FINITE
-    arrived: int = 0  # of workgroups, at barriers within kernels of the step that is running
 
     def pack(self) -> bytes:
         """Its words."""
@@ -168,23 +165,10 @@ class CacheBlocks:
             raise ValueError(f"head_dim is {self.head_dim}; it must be even")
 
 
-@functools.cache
-def proof(variant_id: str) -> str:
-    """What stands for a variant as it is now: another source is another proof."""
-    return shaders.source_hash(variants()[variant_id])
-
-
-def proofs(names: Iterable[str]) -> dict[str, str]:
-    """Of those variants that need one, the proof that they have been seen to do well."""
-    return {name: proof(name) for name in names if variants()[name].needs_proof}
-
-
 class KernelSet:
     """The kernels of one device, made when first used; a variant in `quarantine` is never used.
 
-    Variants that rely on what no API promises are used only where `proved` has their proof: where `xinfer doctor` has
-    run them, as they are, with this driver. Drivers may take seconds for each kernel: `on_make` is told how far `make`
-    has come.
+    Drivers may take seconds for each kernel: `on_make` is told how far `make` has come.
     """
 
     def __init__(
@@ -192,13 +176,11 @@ class KernelSet:
         device: Device,
         *,
         quarantine: Iterable[str] = (),
-        proved: Mapping[str, str] | None = None,
         on_make: Made | None = None,
     ) -> None:
         self.device = device
         self.capacity = capacity_of(device.info)
         self.quarantine = frozenset(quarantine)
-        self.proved = dict(proved or {})
         self._on_make: Made = on_make or (lambda _done, _total: None)
         self._kernels: dict[str, Kernel] = {}
         self._lock = threading.Lock()
@@ -220,7 +202,6 @@ class KernelSet:
                 return False
         return (
             variant_id not in self.quarantine
-            and (not variant.needs_proof or self.proved.get(variant_id) == proof(variant_id))
             and variant.needs <= info.features
             and variant.shared_bytes <= info.max_shared_bytes
             and lanes <= info.max_workgroup_invocations

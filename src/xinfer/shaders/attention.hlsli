@@ -2,7 +2,6 @@
 #ifndef XINFER_ATTENTION
 #define XINFER_ATTENTION
 
-#ifndef OWN_CONSTANTS  // else they are declared, by these names among others
 struct Constants {
     uint n_heads;
     uint n_kv_heads;
@@ -21,7 +20,6 @@ struct Constants {
 };
 
 CONSTANTS(Constants, constants);
-#endif
 
 // Workgroups a KV head, where one takes so many of its query heads.
 uint bundles(uint heads) { return (constants.n_heads / constants.n_kv_heads + heads - 1u) / heads; }

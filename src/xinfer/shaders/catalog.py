@@ -54,7 +54,6 @@ class Variant:
     needs: frozenset[str] = frozenset()  # names out of DeviceInfo.features
     profile: str = SPIRV_1_3
     subgroup_size: int | None = None  # the one it is written for; None: any
-    needs_proof: bool = False  # it relies on what no API promises: only for where `xinfer doctor` has run it
     steering: tuple[str, ...] = ()  # buffers that decide which way a workgroup goes: Direct3D 12 binds them read-only
 
     @property
@@ -489,58 +488,6 @@ def _attention_kernel(
     )
 
 
-# --- a whole layer of a decode step ----------------------------------------------------------------------------------
-
-LAYER_CONSTANTS = (
-    *("n_heads", "n_kv_heads", "head_dim", "q_stride", "q_offset", "out_stride", "out_offset"),
-    *("table_stride", "window", "n_splits", "scale", "k_offset", "v_offset"),
-    *("hidden", "inner", "x_offset", "gated_offset"),
-    *("input_ln", "qkv", "qkv_bias", "o", "post_ln", "gate", "up", "down"),
-    *("eps", "set_shifts", "first_phase", "n_phases", "arrivals", "polls", "n_groups"),
-)
-LAYER_STAGE_LOADS = 640  # 16-byte loads of weights whose activations a workgroup holds
-LAYER_PARTS = 512  # partial sums that it has room for
-LayerForm = tuple[int, int, int, int]
-# Lanes, rows and loads of a lane at once, and whether weights are loaded while a barrier is waited for: the first is
-# used, the others are for `benchmarks/layer_kernel.py`, and for drivers that take no more than 256 lanes.
-LAYER_FORMS: tuple[LayerForm, ...] = ((512, 4, 4, 1), (512, 4, 4, 0), (512, 2, 4, 1), (256, 4, 4, 1), (1024, 2, 4, 1))
-
-
-def layer_id(weight_format: str, cache_format: str, dim_max: int, heads: int, form: LayerForm = LAYER_FORMS[0]) -> str:
-    """The id of a layer's kernel."""
-    marks = "" if form == LAYER_FORMS[0] else ".l{}r{}u{}".format(*form[:3]) + ".late" * (not form[3])
-    return f"decode_layer.{weight_format}.cache_{cache_format}.dim{dim_max}.heads{heads}{marks}"
-
-
-def _decode_layer() -> Iterator[Variant]:
-    usual = itertools.product(("f16", "bf16"), ("f16", "f32"), (64, 128), (2, 8), LAYER_FORMS[:1])
-    tried = itertools.product(("f16",), ("f16",), (64, 128), (2,), LAYER_FORMS[1:])
-    for weight_format, cache_format, dim_max, heads, form in (*usual, *tried):
-        lanes, rows, loads, ahead = form
-        values = 4 if cache_format == "f32" else 8
-        pieces = dim_max // values
-        keys = 1024 // pieces
-        tile = max(keys * (pieces + 1), (lanes - heads * pieces) * values // 4, 2 * LAYER_STAGE_LOADS)
-        floats = 4 * tile + heads * dim_max + heads * max(keys + 1, ATTENTION_TILED_SPLITS_MAX)
-        floats += heads * 16 + heads + 1 + 2 * 4 * pieces + LAYER_PARTS + lanes // 4 + 1
-        yield Variant(
-            id=layer_id(weight_format, cache_format, dim_max, heads, form),
-            op="decode_layer",
-            source="decode_layer.slang",
-            defines=(
-                *(("FORMAT", FORMATS[cache_format]), ("WEIGHTS_FORMAT", FORMATS[weight_format]), ("WAVE", 1)),
-                *(("GROUP", lanes), ("DIM_MAX", dim_max), ("HEADS", heads), ("KEYS", keys), ("STAGED", tile)),
-                *(("WEIGHT_ROWS", rows), ("WEIGHT_LOADS", loads), ("AHEAD", ahead)),
-            ),
-            buffers=("layer", "floats", "k_cache", "v_cache", "block_table", "state", "scratch", "table"),
-            constants=LAYER_CONSTANTS,
-            workgroup=(lanes, 1, 1),
-            shared_bytes=4 * floats,
-            needs=WAVE_NEEDS | {"memory_model"},
-            needs_proof=True,
-        )
-
-
 def _argmax() -> Iterator[Variant]:
     stages: tuple[tuple[str, int, tuple[str, ...], tuple[str, ...]], ...] = (
         (
@@ -610,7 +557,7 @@ def variants() -> Mapping[str, Variant]:
     """Every variant by its id, in the catalog's order."""
     families = (
         *(_embed, _rms_norm, _rope_and_elementwise, _kv_append, _rope_append),
-        *(_linear_gemv, _linear_gemm, _linear_coop, _sum_parts, _pack_rows, _attention, _decode_layer, _argmax),
+        *(_linear_gemv, _linear_gemm, _linear_coop, _sum_parts, _pack_rows, _attention, _argmax),
         _sample,
     )
     made = [variant for family in families for variant in family()]

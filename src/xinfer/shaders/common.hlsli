@@ -126,8 +126,6 @@ float silu(float x) { return x / (1.0 + exp(-x)); }
 #define STATE_STEPS 3     // tokens chosen so far
 #define STATE_FLAGS 4     // FLAG_NOT_FINITE
 #define STATE_BAD_STEP 5  // the value of STATE_STEPS when the flag was first raised
-#define STATE_ARRIVED 6   // workgroups that have come to a barrier within a kernel of this step; ABORTED: it was given up
-#define ABORTED 0x80000000u
 #define UNUSED_ROW 0xffffffffu
 #define FLAG_NOT_FINITE 1u
 #define BAD_TOKEN 0xffffffffu

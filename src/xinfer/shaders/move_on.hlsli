@@ -1,13 +1,10 @@
 // How a row goes on once its token is chosen. For kernels with the buffers `state` (rows, STATE_WORDS) and `ring`
 // (rows, ring_size), and the constants ring_size and advance; one lane calls it. Whether the row is one at all.
-bool move_on(uint row, bool not_finite, uint id) {
+bool move_on(uint row, bool bad, uint id) {
     uint own = row * STATE_WORDS;
     if (state[own + STATE_POSITION] == UNUSED_ROW) return false;
     uint steps = state[own + STATE_STEPS];
-    uint aborted = state[own + STATE_ARRIVED] & ABORTED;  // it stays, so that the steps queued behind are void as well
-    state[own + STATE_ARRIVED] = aborted;
-    bool bad = not_finite || aborted != 0u;
-    if (not_finite && (state[own + STATE_FLAGS] & FLAG_NOT_FINITE) == 0u) {
+    if (bad && (state[own + STATE_FLAGS] & FLAG_NOT_FINITE) == 0u) {
         state[own + STATE_FLAGS] |= FLAG_NOT_FINITE;
         state[own + STATE_BAD_STEP] = steps;
     }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xinfer import ops
-from xinfer.ops import BLOCK_TOKENS, CacheBlocks, Recorder, RowState
+from xinfer.ops import BLOCK_TOKENS, AttentionPlan, CacheBlocks, Recorder, RowState
 from xinfer.ops._attention import attention_candidates, has_half_weights, is_tiled
 from xinfer.shaders.catalog import Variant, variants
 from xinfer.trials import expected
@@ -194,19 +194,7 @@ class TurnTrial:
         return [check for check in checks if check.found.size]
 
 
-class Scratch(Protocol):
-    """What a plan asks for."""
-
-    @property
-    def scratch_bytes(self) -> int:
-        """In all."""
-
-    @property
-    def counter_bytes(self) -> int:
-        """Counters in front."""
-
-
-def put_scratch(bench: Bench, plan: Scratch) -> Output | None:
+def put_scratch(bench: Bench, plan: AttentionPlan) -> Output | None:
     """What a plan asks for: its counters zero, the rest NaN."""
     if not plan.scratch_bytes:
         return None
@@ -215,7 +203,7 @@ def put_scratch(bench: Bench, plan: Scratch) -> Output | None:
     return bench.out(len(words), fill=words)
 
 
-def read_scratch(scratch: Output, plan: Scratch) -> tuple[Array, Array]:
+def read_scratch(scratch: Output, plan: AttentionPlan) -> tuple[Array, Array]:
     """Its counters as numbers, and its partial results."""
     words = scratch.read()
     n = plan.counter_bytes // 4

@@ -72,7 +72,7 @@ class Outcome:
 
 def candidates(trial: Trial, kernels: KernelSet) -> list[str]:
     """Every variant that fits a trial and that the device can run, quarantined ones too."""
-    free = KernelSet(kernels.device, proved=kernels.proved)
+    free = KernelSet(kernels.device)
     return [variant.id for variant in variants().values() if trial.fits(variant) and free.usable(variant.id)]
 
 

@@ -19,7 +19,7 @@ from xinfer.verify.findings import Case
 def recorded_variants(steps: Steps, network: Network, space: Workspace, n: int) -> frozenset[str]:
     """The kernels of every layer in a recording of n rows, which is not run."""
     wanted = WantedKernels()
-    asked = Pass(network, space, n, wanted, whole_layers=space is steps.one)
+    asked = Pass(network, space, n, wanted)
     asked.embed()
     for i in range(network.config.num_hidden_layers):
         asked.layer(i)
@@ -61,8 +61,7 @@ def full_context(steps: Steps) -> Iterator[Network]:
     scratch = steps.device.create_buffer(scratch_bytes, "device", "attention splits of a full context")
     try:
         steps.device.upload(scratch[:counter_bytes], bytes(counter_bytes))
-        plan = steps.layer_plan(steps.context)
-        yield dataclasses.replace(network, scratch=scratch, max_keys=steps.context, layer_plan=plan)
+        yield dataclasses.replace(network, scratch=scratch, max_keys=steps.context)
     finally:
         scratch.release()
 

@@ -98,7 +98,7 @@ def _diagnose(group: list[Finding], device: Device, kernels: KernelSet) -> Diagn
 
 def _alone(trial: Trial, device: Device, kernels: KernelSet) -> Alone:
     names = candidates(trial, kernels)
-    with KernelSet(device, proved=kernels.proved) as free:  # without the quarantine: its variants are looked at, too
+    with KernelSet(device) as free:  # without the quarantine: its variants are looked at, too
         made = [_attempt(trial, device, free, name) for name in names]
         attempts = tuple(attempt for attempt in made if attempt is not None)
     return Alone(op=trial.op, shape=trial.shape, attempts=attempts)

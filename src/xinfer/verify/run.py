@@ -76,11 +76,9 @@ def _verify_on(
         return lambda done, total: None if progress is None else progress(stage, done, total)
 
     with opened as device, ModelWeights.open(folder) as weights:
-        kept = Quarantine(warn=warn)
-        quarantine = kept.variants_for(device.info)
+        quarantine = Quarantine(warn=warn).variants_for(device.info)
         kernels: dict[str, Any] = {
             "quarantine": quarantine,
-            "proved": kept.proved_for(device.info),
             "tuning": partial(TuningFile(warn=warn).preferred, device.info),
         }
         told: dict[str, Any] = {"progress": staged("load"), "on_compile": staged("compile")}

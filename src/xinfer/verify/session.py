@@ -147,8 +147,7 @@ class Session:
         if case.full:
             assert self._full is not None
             network = self._full
-        n_rows = n if case.n_steps else self._steps.bucket(n)
-        return WatchedPass(network, space, n_rows, on_phase, whole_layers=bool(case.n_steps))
+        return WatchedPass(network, space, n if case.n_steps else self._steps.bucket(n), on_phase)
 
     def _stage(self, case: Case, start: int, ids: NDArray[np.int64]) -> None:
         """Let the cache end at `start`, and give the states of the rows behind it to the next pass."""

@@ -29,12 +29,8 @@ class WatchedPass(Pass):
     `on_phase` is called when a phase has run, its results still in the workspace. Use it within `with`.
     """
 
-    by_phase = True
-
-    def __init__(
-        self, network: Network, space: Workspace, n: int, on_phase: OnPhase, *, whole_layers: bool = False
-    ) -> None:
-        super().__init__(network, space, n, network.device.create_recording("watched"), whole_layers=whole_layers)
+    def __init__(self, network: Network, space: Workspace, n: int, on_phase: OnPhase) -> None:
+        super().__init__(network, space, n, network.device.create_recording("watched"))
         self._on_phase = on_phase
         self._states = space.states(n)
         self._begin(self.on.recording)
