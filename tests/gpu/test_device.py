@@ -201,6 +201,7 @@ def test_threads_fill_chunks_of_their_own(path_device: PathDevice, monkeypatch: 
     n = staging.FEW_CHUNKS + 3
     size = staging.SMALL + 4
     monkeypatch.setattr(path_device._transfers, "most", n)
+    monkeypatch.setattr(path_device._transfers, "kept", staging.FEW_CHUNKS)
     buffers = [path_device.create_buffer(size) for _ in range(n)]
     data = [words(size // 4, seed=i).tobytes() for i in range(n)]
     all_here = threading.Barrier(n, timeout=30)
