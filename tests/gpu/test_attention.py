@@ -233,7 +233,7 @@ def test_head_dims(bench: Bench, variant: Variant, head_dim: int) -> None:
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.id)
 def test_lengths(bench: Bench, variant: Variant) -> None:
     """1 to 2,049 keys, around the borders of blocks, tiles and splits; every row its own length."""
-    ends = [0, 30, 31, 32, 63, 64, 127, 128, 129, 2048]
+    ends = [0, 30, 31, 32, 63, 64, 127, 128, 129, 191, 192, 255, 256, 2048]
     case = Case(
         [(i % 2, end) for i, end in enumerate(ends)], heads=(4, 2), head_dim=32, cache_format=format_of(variant)
     )

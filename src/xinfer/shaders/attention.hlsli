@@ -32,10 +32,14 @@ struct KeyRange {
 #ifndef MIN_SPLIT
 #define MIN_SPLIT BLOCK_TOKENS  // keys that a split is worth making for
 #endif
+#ifndef ONE_SPLIT
+#define ONE_SPLIT MIN_SPLIT  // keys up to which there is one split
+#endif
 
 // Keys of each split of a query that sees so many: whole blocks.
 uint split_size(uint n_keys) {
     uint keys = max((n_keys + constants.n_splits - 1u) / constants.n_splits, uint(MIN_SPLIT));
+    if (n_keys <= ONE_SPLIT) keys = max(keys, n_keys);
     return (keys + BLOCK_TOKENS - 1u) / BLOCK_TOKENS * BLOCK_TOKENS;
 }
 

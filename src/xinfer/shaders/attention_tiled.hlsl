@@ -16,6 +16,7 @@
 #define PIECES (DIM_MAX / VALUES_PER_LOAD)  // 16-byte loads of a key
 #define LOADS (KEYS * PIECES / GROUP)       // of a tile, a lane
 #define MIN_SPLIT 128                       // keys: less is not worth another workgroup, and the putting together
+#define ONE_SPLIT (DIM_MAX <= 64 ? 256 : 192)  // keys: two splits take longer to be put together than these to be read
 #include "attention.hlsli"
 
 #define HEADS_A_LANE (HEADS * KEYS > GROUP ? HEADS * KEYS / GROUP : 1)  // in the first phase
