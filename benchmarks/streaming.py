@@ -130,23 +130,19 @@ def steady_bus_speed(device: Device) -> float:
 def run(
     size: str, budget: int | None, weights: ModelWeights, device: Device, bus: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Decode and prefill of one size in a budget; predicted and measured in turns: machines change their speed."""
+    """Decode and prefill of one size in a budget; predicted and measured in turns: machines change their speed.
+
+    With several turns what is measured is compared with the predictions before and behind it, by their geometric mean.
+    """
     room = arguments.prompt + arguments.warm + arguments.tokens + STEPS_AHEAD + 32  # and the picture's
     options, found = ModelOptions(vram_budget=budget, context=room), dict[str, Any]()
     shares: dict[str, list[float]] = {}
+    before = foretell(weights, device, options)
     for turn in range(arguments.turns):
-        predicted = predict(weights, device, options)
         began = time.perf_counter()
         with QwenModel.load(weights, device, options) as model:
             found = {"size": size, "budget": budget, "load_seconds": time.perf_counter() - began}
             found |= measured(model, bus, room, arguments)
-            foretold = {
-                "load_seconds": predicted.load_seconds,
-                "tokens_per_second": 1 / predicted.token_seconds_at_context,
-                "peak": predicted.vram,
-            }
-            for name, value in foretold.items():
-                shares.setdefault(name, []).append(value / found[name])
             split = model.plan.split
             if arguments.timeline and turn == arguments.turns - 1 and split.streamed and split.pinned:
                 spans = timeline.record(model)
@@ -154,8 +150,22 @@ def run(
                 if split.n_slots > 1 and arguments.picture is None:
                     title = f"{size} in {found['peak'] / 1e9:.1f} GB on {device.info.name}"
                     arguments.picture = timeline.write(spans, arguments.timeline, title)
+        after = foretell(weights, device, options) if arguments.turns > 1 else before
+        for name in before:
+            shares.setdefault(name, []).append((before[name] * after[name]) ** 0.5 / found[name])
+        before = after
     device.limit_memory(None)
     return found | {"predicted_over_measured": shares}
+
+
+def foretell(weights: ModelWeights, device: Device, options: ModelOptions) -> dict[str, float]:
+    """What is predicted, under the names of what is measured."""
+    predicted = predict(weights, device, options)
+    return {
+        "load_seconds": predicted.load_seconds,
+        "tokens_per_second": 1 / predicted.token_seconds_at_context,
+        "peak": predicted.vram,
+    }
 
 
 def measured(model: QwenModel, bus: float, room: int, arguments: argparse.Namespace) -> dict[str, Any]:
