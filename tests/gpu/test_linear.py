@@ -221,9 +221,9 @@ def test_rows_together_get_the_bits_of_each_alone(
 
     def run(given: ops.Rows, out: ops.Rows) -> None:
         if gated:
-            bench.run(ops.gate_up, given, w, up, out, norm=(scale, EPS), alone=True, label="y")
+            bench.run(ops.gate_up, given, w, up, out, norm=(scale, EPS), label="y")
         elif norm:
-            bench.run(ops.norm_linear, given, scale, w, out, eps=EPS, bias=bias, alone=True, label="y")
+            bench.run(ops.norm_linear, given, scale, w, out, eps=EPS, bias=bias, label="y")
         else:
             bench.run(ops.linear, given, w, out, bias=bias, accumulate=True, alone=True, label="y")
 

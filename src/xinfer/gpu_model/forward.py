@@ -196,7 +196,7 @@ class Pass:
         x, h = self.x.rows(first, logits.n), self.h.rows(first, logits.n)
         weights, eps = self.network.weights, self.config.rms_norm_eps
         if self._fuses(x, weights.head):
-            options: dict[str, Any] = {"alone": self.alone, "label": "logits", "variant": self._tuned.get("logits")}
+            options: dict[str, Any] = {"label": "logits", "variant": self._tuned.get("logits")}
             ops.norm_linear(self.on, x, weights.norm, weights.head, logits, eps=eps, **options)
         else:
             operand = self._normed(x, weights.norm, h, weights.head, "norm", "head")
@@ -208,7 +208,7 @@ class Pass:
         name, eps, qkv = f"layers.{i}", self.config.rms_norm_eps, self.qkv
         if self._fuses(self.x, w.qkv):
             options: dict[str, Any] = {"bias": w.qkv_b, "label": f"{name}.qkv", "variant": self._tuned.get("qkv")}
-            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, alone=self.alone, **options)
+            ops.norm_linear(self.on, self.x, w.input_ln, w.qkv, qkv, eps=eps, **options)
         else:
             operand = self._normed(self.x, w.input_ln, self.h, w.qkv, f"{name}.input_ln", name)
             self._product(operand, w.qkv, qkv, bias=w.qkv_b, label=f"{name}.qkv")
@@ -267,7 +267,7 @@ class Pass:
         name, eps = f"layers.{i}", self.config.rms_norm_eps
         if self._fuses(self.x, w.gate, swiglu=True):
             options: dict[str, Any] = {"label": f"{name}.gate_up", "variant": self._tuned.get("gate_up")}
-            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=(w.post_ln, eps), alone=self.alone, **options)
+            ops.gate_up(self.on, self.x, w.gate, w.up, self.gate, norm=(w.post_ln, eps), **options)
             self.done(f"{name}.swiglu", (f"{name}.swiglu", self.gate))
             operand = self._operand(self.gate, w.down, name)
         else:

@@ -66,19 +66,17 @@ def norm_linear(
     *,
     eps: float,
     bias: Bindable | None = None,
-    alone: bool = False,
     label: str,
     variant: str | None = None,
 ) -> None:
     """`out = rms_norm(x, norm_weight) @ w^T (+ bias)` in one dispatch a slice: x (T, columns), out (T, rows).
 
-    Where `can_fuse` says so; else rms_norm and linear. `alone` as in `linear`; without it, for one row.
+    Where `can_fuse` says so; else rms_norm and linear. Each row gets the bits that it gets alone.
     """
     _check(x, w, out, bias, label)
-    one = x.rows(0, 1) if alone else x
-    chosen = on.choose(gemv_candidates(w, one, norm=True, capacity=on.kernels.capacity), variant)
+    chosen = on.choose(gemv_candidates(w, x.rows(0, 1), norm=True, capacity=on.kernels.capacity), variant)
     for part in w.slices:
-        _gemv(on, chosen, x, w, part, out, bias=bias, norm=(norm_weight, eps), alone=alone, label=label)
+        _gemv(on, chosen, x, w, part, out, bias=bias, norm=(norm_weight, eps), alone=True, label=label)
 
 
 def gate_up(
@@ -89,22 +87,21 @@ def gate_up(
     out: Rows,
     *,
     norm: tuple[Bindable, float] | None = None,
-    alone: bool = False,
     label: str,
     variant: str | None = None,
 ) -> None:
     """`out = silu(x @ gate^T) * (x @ up^T)`, x normalized first where `norm` (weight, eps) is given.
 
     x (T, columns), gate and up (rows, columns) sliced alike, out (T, rows). Where `can_fuse` says so; else rms_norm,
-    linear twice and swiglu. `alone` as in `linear`; without it, for one row.
+    linear twice and swiglu. Each row gets the bits that it gets alone.
     """
     _check(x, gate, out, None, label)
     expect_alike(gate, up, label)
-    one = x.rows(0, 1) if alone else x
-    candidates = gemv_candidates(gate, one, norm=norm is not None, swiglu=True, capacity=on.kernels.capacity)
+    one, capacity = x.rows(0, 1), on.kernels.capacity
+    candidates = gemv_candidates(gate, one, norm=norm is not None, swiglu=True, capacity=capacity)
     chosen = on.choose(candidates, variant)
     for part, up_part in zip(gate.slices, up.slices, strict=True):
-        _gemv(on, chosen, x, gate, part, out, up=up_part, norm=norm, alone=alone, label=label)
+        _gemv(on, chosen, x, gate, part, out, up=up_part, norm=norm, alone=True, label=label)
 
 
 def _gemv(
