@@ -102,6 +102,8 @@ class Worker:
         paths = [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {
             "OPENBLAS_NUM_THREADS": "1",  # tiny matrices, and processor time that is the case's own
+            # One arena: malloc_trim gives nothing back from the top of a thread's own, up to 64 MB of what was freed.
+            "MALLOC_ARENA_MAX": "1",
             "RAYON_NUM_THREADS": "1",
             "RUST_BACKTRACE": "0",  # a panic's first lines say enough
             "TOKENIZERS_PARALLELISM": "false",

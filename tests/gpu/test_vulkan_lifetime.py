@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -413,6 +414,71 @@ def test_interrupts_at_any_moment(open_vulkan: OpenVulkan, monkeypatch: pytest.M
         timeout_s=120,
     )
     assert (code, output.splitlines()) == (0, ["hits True", "{} []"]), errors
+
+
+class Interrupt:
+    """A profiler that raises behind the Nth call, which is where a signal's handler runs; counts calls where N is 0."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.at = at
+        self.seen = 0
+        self.where: object = None
+
+    def __call__(self, frame: FrameType, event: str, called: object) -> None:
+        if event not in ("call", "c_return") or "weakref" in frame.f_code.co_filename:  # dropped within its callbacks
+            return
+        self.seen += 1
+        if self.seen == self.at:
+            sys.setprofile(None)
+            self.where = frame.f_code.co_filename, frame.f_lineno, called
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "options", [VulkanOptions(), VulkanOptions(direct=False), FENCES], ids=["direct", "staged", "fences"]
+)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what a destructor raises is dropped
+def test_an_interrupt_behind_any_call(open_vulkan: OpenVulkan, options: VulkanOptions) -> None:
+    """Of those from an upload to what is read back, one after the other: the next turn is as if nothing had been."""
+    device = open_vulkan(options=options)
+    data = bytes([1, 0, 0, 0] * 64)
+    x, back = device.create_buffer(len(data)), device.create_buffer(len(data), "readback")
+    kernel = device.create_kernel(tiny_spirv.axpy())
+
+    def turn() -> None:
+        y = device.create_buffer(len(data))  # an interrupted turn may still be at work on its own
+        device.upload(x, data)
+        device.upload(y, data)
+        recording = device.create_recording("turn")
+        recording.dispatch(kernel, [x, y], [len(data) // 4, 1], (1, 1, 1), "axpy")
+        recording.barrier()
+        recording.copy(y, back)
+        recording.finish()
+        try:
+            device.wait(device.submit(recording), 10.0)
+            assert back.read()[:4] == bytes([2, 0, 0, 0])
+        finally:
+            recording.release()
+            y.release()
+
+    turn()
+    interrupts = [Interrupt()]
+    while interrupts[-1].where or len(interrupts) == 1:
+        interrupts.append(Interrupt(len(interrupts)))
+        try:
+            sys.setprofile(interrupts[-1])
+            turn()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.setprofile(None)
+        try:
+            turn()
+        except DeviceError as error:
+            pytest.fail(f"{error}, behind an interrupt at {interrupts[-1].where}")
+    assert len(interrupts) > 100
+    for item in (kernel, x, back):
+        item.release()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -114,7 +114,7 @@ class FenceQueue(Queue):
         super().__init__(core, family)
         self._pending: deque[tuple[int, Handle]] = deque()  # in order of value
         self._free: list[Handle] = []
-        self._waiters = 0  # fences are not reused while anyone may be waiting for them
+        self._waiters: set[int] = set()  # threads: fences are not reused while anyone may be waiting for them
         self._seen = 0
 
     def submit(self, buffers: Array[c_void_p], waits: Sequence[tuple[Queue, int]] = ()) -> int:
@@ -122,13 +122,11 @@ class FenceQueue(Queue):
         assert not waits
         info = vk.VkSubmitInfo(commandBufferCount=len(buffers), pCommandBuffers=buffers)
         with self.lock:
+            while self._pending and self._pending[-1][0] > self.submitted:  # an interrupted submission
+                self._free.append(self._pending.pop()[1])
             fence = self._free.pop() if self._free else self.core.create("VkFence", vk.VkFenceCreateInfo())
             self._pending.append((self.submitted + 1, fence))
-            try:
-                self._submit(info, fence.value)
-            finally:
-                if self.submitted < self._pending[-1][0]:
-                    self._free.append(self._pending.pop()[1])
+            self._submit(info, fence.value)
             return self.submitted
 
     def completed(self) -> int:
@@ -148,14 +146,15 @@ class FenceQueue(Queue):
     def _wait_slice(self, value: int, timeout_ns: int) -> bool:
         if self.completed() >= value:
             return True
-        with self.lock:
-            fence = next((fence for number, fence in self._pending if number >= value), None)
-            if fence is None:
-                return True
-            self._waiters += 1
+        thread = threading.get_ident()
         try:
+            with self.lock:
+                fence = next((fence for number, fence in self._pending if number >= value), None)
+                if fence is None:
+                    return True
+                self._waiters.add(thread)
             result = self.core.vk.vkWaitForFences(self.core.device, 1, (c_uint64 * 1)(fence.value), 1, timeout_ns)
             return self.core.check(result, "vkWaitForFences") != vk.VK_TIMEOUT
         finally:
             with self.lock:
-                self._waiters -= 1
+                self._waiters.discard(thread)
