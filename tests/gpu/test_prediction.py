@@ -15,7 +15,7 @@ import build_shaders
 from xinfer import gpu
 from xinfer.cli.options import byte_count
 from xinfer.errors import DeviceError, OutOfMemoryError
-from xinfer.gpu.api import BufferKind, Device
+from xinfer.gpu.api import BufferKind, Device, DeviceKind
 from xinfer.gpu_model import Mode, ModelOptions, QwenModel, predict, prediction
 from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.inspection import predict_model, render_prediction
@@ -172,6 +172,28 @@ def test_what_a_layer_costs(device: Device, checkpoint: CheckpointFactory, monke
         monkeypatch.setattr(prediction, "step_seconds", lambda *_: 10.0)
         monkeypatch.setattr(prediction, "layers_share", lambda *_: 0.25)
         assert predict(weights, device).token_seconds == pytest.approx(7.5 + 6 * 1.25)
+
+
+@pytest.mark.parametrize(("kind", "spare", "pinned"), [("cpu", 2, 4), ("discrete", 0, 2)])
+def test_loads_are_timed_with_memory_that_is_new(
+    device: Device,
+    checkpoint: CheckpointFactory,
+    made_buffers: Made,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: DeviceKind,
+    spare: int,
+    pinned: int,
+) -> None:
+    """Where the host writes it in place: as many layers as the plan has room for, and all of those it pins at once."""
+    with ModelWeights.open(checkpoint(UNTIED)) as weights:
+        split = Split(streamed=(1, 3, 4, 5), n_slots=2, table_on_host=True)
+        budget = plan_of(weights, split=split).needed(64)
+        monkeypatch.setattr(device, "info", dataclasses.replace(device.info, kind=kind))
+        monkeypatch.setattr(prediction, "SAMPLE", 1 if kind == "discrete" else prediction.SAMPLE)
+        found = predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=budget))
+        assert (len(found.plan.split.streamed), found.plan.split.n_slots) == (4, 2)
+    assert sum(1 for _, _, label in made_buffers if label == "spare") == spare
+    assert sum(1 for _, _, label in made_buffers if label == "bus") == pinned
 
 
 def test_layers_take_a_share_of_a_step(device: Device, checkpoint: CheckpointFactory) -> None:

@@ -25,7 +25,7 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import _disk, _probe, native, null, vulkan
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk import cache
-from xinfer.gpu._vk.instance import Instance
+from xinfer.gpu._vk.instance import Instance, _Handles
 from xinfer.gpu.api import Device, DeviceInfo, DeviceKind
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 from xinfer.gpu_model import QwenModel
@@ -295,6 +295,91 @@ def test_debug_without_the_layers_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setattr("xinfer.gpu._vk.instance.VALIDATION_LAYER", "VK_LAYER_absent")
     with pytest.raises(DeviceError, match=r"debug needs VK_LAYER_absent, .*vulkan-validationlayers"):
         Instance(debug=True)
+
+
+@pytest.fixture
+def created(device: Device, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The native instances that are created, by their handles; those that came before are not shared."""
+    del device
+    handles: list[int] = []
+    create = Instance._create
+
+    def counted(self: Instance) -> int:
+        handles.append(create(self))
+        return handles[-1]
+
+    monkeypatch.setattr(Instance, "_create", counted)
+    monkeypatch.setattr("xinfer.gpu._vk.instance._HANDLES", _Handles())
+    return handles
+
+
+def test_instances_share_the_native_one(created: list[int]) -> None:
+    """Each costs the loading of all drivers; it goes with the last of them, and a second `close` counts for nothing."""
+    one, two = Instance(), Instance()
+    assert len(created) == 1
+    assert one.physical_devices() == two.physical_devices()
+    one.close()
+    one.close()
+    assert two.physical_devices()
+    two.close()
+    Instance(newest=(1, 1)).close()
+    assert len(created) == 2, "another version is another instance"
+
+
+def test_the_last_instance_takes_the_native_one_with_it(created: list[int]) -> None:
+    for _ in range(3):
+        one, two = Instance(), Instance()
+        one.close()
+        two.close()
+    assert len(created) == 3
+
+
+def test_validation_hears_of_one_device_alone(created: list[int]) -> None:
+    plain = Instance()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Instance, "_require_validation", lambda self: None)
+        try:
+            watched = Instance(debug=True)
+        except DeviceError:
+            pytest.skip("the validation layers are not installed")
+    assert watched.handle != plain.handle
+    assert len(created) == 2
+    watched.close()
+    assert plain.physical_devices()
+    plain.close()
+
+
+def test_a_device_that_hangs_is_left_its_instance(created: list[int]) -> None:
+    hung, other = VulkanDevice(), Instance()
+    hung._abandoned()
+    after = Instance()
+    assert after.handle != other.handle
+    for one in (after, other):
+        one.close()
+    hung.close()
+    assert len(created) == 2
+
+
+def test_opening_a_device_loads_the_drivers_once(created: list[int]) -> None:
+    with gpu.drivers_loading():
+        device = gpu.open_device("vulkan")
+        assert device is not None
+        device.close()
+    assert len(created) == 1
+    device = gpu.open_device("vulkan")
+    assert device is not None
+    device.close()
+    assert len(created) == 2
+
+
+def test_drivers_that_cannot_be_loaded_are_told_where_a_device_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise DeviceError("no loader")
+
+    monkeypatch.setattr(vulkan, "hold_driver", fail)
+    monkeypatch.setattr(native, "load_vulkan", fail)
+    with gpu.drivers_loading(), pytest.raises(DeviceError, match="vulkan is not to be had"):
+        gpu.open_device("vulkan")
 
 
 def test_check_passes_success_and_raises_the_rest() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from xinfer.errors import RequestError
 
 if TYPE_CHECKING:
     from xinfer.gpu_model import ModelOptions
-    from xinfer.llm import LLM
+    from xinfer.llm import LLM, Progress
 
 
 def resolve(model: str) -> Path:
@@ -26,16 +26,24 @@ def resolve(model: str) -> Path:
 @contextmanager
 def load(model: str, device: str, options: ModelOptions, *, canary: bool = False, quiet: bool = False) -> Iterator[LLM]:
     """A model, with progress bars while it loads and reads long prompts."""
-    from xinfer.llm import LLM
-
-    with (
-        progress_bars(quiet=quiet) as progress,
-        LLM(model, options, device=device, canary=canary, progress=progress) as llm,
-    ):
+    with progress_bars(quiet=quiet) as progress, _opened(model, device, options, canary, progress) as llm:
         warn_of_device(device, llm.device, is_software=llm.is_software, fallback=None if quiet else llm.fallback)
         if not quiet and (chosen := llm.chosen()):
             say(chosen)
         yield llm
+
+
+def _opened(model: str, device: str, options: ModelOptions, canary: bool, progress: Progress | None) -> LLM:
+    if device.strip().lower() == "cpu":
+        drivers: AbstractContextManager[None] = nullcontext()
+    else:
+        from xinfer import gpu
+
+        drivers = gpu.drivers_loading()
+    with drivers:  # beside half a second of imports
+        from xinfer.llm import LLM
+
+        return LLM(model, options, device=device, canary=canary, progress=progress)
 
 
 def warn_of_device(selector: str, device_name: str, *, is_software: bool, fallback: str | None) -> None:

@@ -5,13 +5,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import Thread
 from types import ModuleType
 
 from xinfer.errors import DeviceError
 from xinfer.gpu import _probe, api, d3d12, vulkan
 from xinfer.gpu._disk import cache_folder
 
-__all__ = ["BACKENDS", "automatic", "best", "cache_folder", "choose_device", "diagnose", "list_devices", "open_device"]
+__all__ = [
+    "BACKENDS",
+    "automatic",
+    "best",
+    "cache_folder",
+    "choose_device",
+    "diagnose",
+    "drivers_loading",
+    "list_devices",
+    "open_device",
+]
 
 # By name, in the order in which "auto" and names of adapters look at them.
 BACKENDS: dict[str, ModuleType] = {"vulkan": vulkan, "d3d12": d3d12}
@@ -88,11 +101,34 @@ def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -
 
     Raises DeviceError where there is no such adapter, or it cannot be opened.
     """
-    info = choose_device(selector)
-    if info is None:
-        return None
-    device: api.Device = BACKENDS[info.api].open_device(info.index, debug=debug, mark_ops=mark_ops)
-    return device
+    with drivers_loading():
+        info = choose_device(selector)
+        if info is None:
+            return None
+        device: api.Device = BACKENDS[info.api].open_device(info.index, debug=debug, mark_ops=mark_ops)
+        return device
+
+
+@contextmanager
+def drivers_loading() -> Iterator[None]:
+    """Load the Vulkan drivers, in a thread, and keep them: who opens a device within waits for what is left of it.
+
+    Drivers go with the last device that uses them, and take up to half a second to come back. Direct3D 12's stay.
+    """
+    held: list[Callable[[], None]] = []
+
+    def load() -> None:
+        with suppress(DeviceError):  # it is told where a device is asked for
+            held.append(vulkan.hold_driver())
+
+    thread = Thread(target=load, name="xinfer-drivers", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        for give_back in held:
+            give_back()
 
 
 def _choose_from(name: str, number: str) -> api.DeviceInfo:

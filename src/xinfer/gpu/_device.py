@@ -46,6 +46,9 @@ class NativeDevice:
     def _closed(self) -> None:
         """The device is closed."""
 
+    def _abandoned(self) -> None:
+        """The device hangs, and keeps what it holds."""
+
     def wait(self, ticket: Ticket, timeout_s: float = 60.0, *, spin_s: float = 0.0) -> None:
         """Block until `ticket` has ended; see `api.Device.wait`."""
         self.core.ensure_usable()
@@ -140,6 +143,7 @@ class NativeDevice:
             return
         if not self._idle():
             self.core.abandon()
+            self._abandoned()
             warnings.warn(
                 f"{self.info.name} is still busy {CLOSE_TIMEOUT_S:.0f} s after it was to be closed; "
                 "what it holds comes back when the process ends",

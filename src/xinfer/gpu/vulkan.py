@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 
 from xinfer.errors import DeviceError
@@ -62,6 +62,11 @@ def list_devices() -> list[DeviceInfo]:
         return [adapter.info for adapter in list_adapters(instance)]
     finally:
         instance.close()
+
+
+def hold_driver() -> Callable[[], None]:
+    """Load the drivers, which stay in memory until what is returned is called. Raises DeviceError as `list_devices`."""
+    return Instance().close
 
 
 def open_device(index: int, *, debug: bool = False, mark_ops: bool = False) -> Device:
@@ -216,6 +221,9 @@ class VulkanDevice(NativeDevice, BufferOwner):
 
     def _closed(self) -> None:
         self._instance.close()
+
+    def _abandoned(self) -> None:
+        self._instance.abandon()
 
 
 def _find(adapters: list[Adapter], index: int) -> Adapter:

@@ -181,6 +181,9 @@ class _Probe:
         room = n_layers - len(split.streamed) + split.n_slots  # layers that the plan has memory for
         sample = SAMPLE_SOFTWARE if device.info.kind == "cpu" else SAMPLE
         self.n = max(1, min(n_layers, max(2, -(-sample // plan.layout.slot_bytes)), room))
+        self._in_place = device.info.kind in ("integrated", "cpu")
+        self._many = -(-SAMPLE // plan.layout.slot_bytes)  # layers to time reading with, where memory is written once
+        self._spare = max(0, min(self._many, n_layers, room) - self.n)
         self._weights = weights
         self._part = weights.first_layers(self.n)
         self._layout = WeightsLayout(self._part)
@@ -193,18 +196,24 @@ class _Probe:
         """Seconds before loading is at its full speed, that speed, and that of layers which are read for each step.
 
         The first layers are read, and others for a while, when the memory that they come through is there. Where the
-        host writes the device's memory itself, new memory is slower than memory written before.
+        host writes the device's memory itself, new memory is slower than memory written before: others get their own.
         """
         buffers, split = self._loaded.buffers, self._plan.split
-        layers = [
-            [(place, buffers[i % self.n]) for place in layer.places]
-            for i, layer in enumerate(WeightsLayout(self._weights).layers)
-        ]
-        first, others = layers[: self.n], layers[self.n :] or layers
-        with Loader(self._device, self._weights) as loader:
+        with Loader(self._device, self._weights) as loader, ExitStack() as given_back:
+            if self._in_place:
+                spare = [self._device.create_buffer(self._layout.slot_bytes, label="spare") for _ in range(self._spare)]
+                for buffer in spare:
+                    given_back.callback(buffer.release)
+                buffers = [*buffers[: self.n], *spare]
+            layers = [
+                [(place, buffers[i % len(buffers)]) for place in layer.places]
+                for i, layer in enumerate(WeightsLayout(self._weights).layers)
+            ]
+            first, others = layers[: self.n], layers[self.n :] or layers
+            if self._in_place:
+                others = layers[self.n : len(buffers)] or first
             n_first, seconds = _timed_load(loader, [[*chain(*first)]])
-            in_place = self._device.info.kind in ("integrated", "cpu")
-            n_more, more = (n_first, seconds) if in_place else _timed_load(loader, [[*chain(*others)]])
+            n_more, more = (n_first, seconds) if others is first else _timed_load(loader, [[*chain(*others)]])
             speed = again = n_more / more
             if split.streamed and not split.pinned:
                 n_again, more = _timed_load(loader, others)
@@ -224,9 +233,12 @@ class _Probe:
     def bus(self) -> tuple[float, float]:
         """Bytes a second of filling memory that the device copies from, and of copying a layer from there."""
         size, targets = self._layout.layers[0].size, self._loaded.buffers
-        # The second is made as those of the model will be: with the first, devices learn which way is faster.
-        filled = [self._pinned(size) for _ in range(2 if self._plan.on_host else 1)]
-        pinned = filled[-1][0]
+        # The next are made as those of the model will be: with the first, devices learn which way is faster.
+        pinned, fill = self._pinned(1)
+        if self._plan.on_host:
+            more = min(self._many, len(self._plan.split.streamed)) - 1 if self._in_place else 1
+            pinned, seconds_each = self._pinned(max(1, more))
+            fill = min(fill, seconds_each)
         seconds: list[float] = []
         until = time.perf_counter() + BUS_S
         while len(seconds) < 2 or time.perf_counter() < until:
@@ -235,16 +247,18 @@ class _Probe:
                 self._device.transfer(pinned[:size], targets[i % self.n][:size])
             self._device.flush_uploads()
             seconds.append((time.perf_counter() - began) / COPIES)
-        return size / min(spent for _, spent in filled), size / median(seconds[1:])  # the first is from cold
+        return size / fill, size / median(seconds[1:])  # the first is from cold
 
-    def _pinned(self, size: int) -> tuple[Buffer, float]:
-        """A layer in memory that the device copies from, and the seconds to make and to fill it."""
-        began = time.perf_counter()
-        pinned = self._device.create_buffer(size, "upload", "bus")
-        self._held.callback(pinned.release)
+    def _pinned(self, n: int) -> tuple[Buffer, float]:
+        """The last of n layers in memory that the device copies from, and the seconds to make and to fill each."""
+        began, jobs, first = time.perf_counter(), list[Job](), self._layout.layers[0]
+        for _ in range(n):
+            pinned = self._device.create_buffer(first.size, "upload", "bus")
+            self._held.callback(pinned.release)
+            jobs += [(place, pinned) for place in first.places]
         with Loader(self._device, self._part) as loader:
-            loader.load([(place, pinned) for place in self._layout.layers[0].places])
-        return pinned, time.perf_counter() - began
+            loader.load(jobs)
+        return pinned, (time.perf_counter() - began) / n
 
     def steps(self, n: int, positions: Sequence[int], *, by_clock: bool = False) -> _Timed:
         """Steps of the first n layers, behind so many tokens each; with `by_clock`, the share of layers too."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Callable
 from ctypes import byref, c_int32, c_uint32, c_uint64, c_void_p, pointer
 from typing import Any
 
@@ -73,8 +75,53 @@ class DebugMessages:
         return 0  # let the call go on
 
 
+class _Handles:
+    """VkInstance handles, each made for whoever asks first and destroyed with the last that holds it.
+
+    The drivers are loaded while there is one, and out of memory again with it, which costs up to half a second each.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shared: dict[tuple[int, Version], int] = {}  # by process, for one that was forked off has its own
+        self._holders: Counter[int] = Counter()
+
+    def take(self, version: Version, make: Callable[[], int]) -> int:
+        """A handle for this version."""
+        key = os.getpid(), version
+        with self._lock:
+            if key not in self._shared:
+                self._shared[key] = make()
+            self._holders[self._shared[key]] += 1
+            return self._shared[key]
+
+    def give_back(self, handle: int) -> bool:
+        """Whether nobody holds it any more, so that it is to be destroyed."""
+        with self._lock:
+            self._holders[handle] -= 1
+            if self._holders[handle] > 0:
+                return False
+            del self._holders[handle]
+            self._forget(handle)
+            return True
+
+    def forget(self, handle: int) -> None:
+        """Whoever asks next gets another one."""
+        with self._lock:
+            self._forget(handle)
+
+    def _forget(self, handle: int) -> None:
+        self._shared = {key: shared for key, shared in self._shared.items() if shared != handle}
+
+
+_HANDLES = _Handles()
+
+
 class Instance:
-    """A Vulkan instance. `debug` switches on the validation layer with synchronization validation."""
+    """A Vulkan instance. `debug` switches on the validation layer with synchronization validation.
+
+    Those without `debug` share what is native in them.
+    """
 
     def __init__(self, *, debug: bool = False, newest: Version = NEWEST) -> None:
         self.loader = native.load_vulkan()
@@ -82,10 +129,8 @@ class Instance:
         if self.version < (1, 1):
             raise DeviceError("the Vulkan loader is of version 1.0; xinfer needs 1.1: update it")
         self.messages = DebugMessages() if debug else None
-        handle = c_void_p()
-        check(self.loader.vkCreateInstance(byref(self._create_info()), None, byref(handle)), "vkCreateInstance")
-        self.handle: int | None = handle.value
-        self.vk = self.loader.level("vkGetInstanceProcAddr", handle.value)
+        self.handle: int | None = self._create() if debug else _HANDLES.take(self.version, self._create)
+        self.vk = self.loader.level("vkGetInstanceProcAddr", self.handle)
         self._messenger = 0
         if self.messages:
             self._messenger = self._create_messenger(self.messages)
@@ -96,8 +141,14 @@ class Instance:
             return
         if self._messenger:
             self.vk.vkDestroyDebugUtilsMessengerEXT(self.handle, self._messenger, None)
-        self.vk.vkDestroyInstance(self.handle, None)
-        self.handle = None
+        handle, self.handle = self.handle, None
+        if self.messages or _HANDLES.give_back(handle):
+            self.vk.vkDestroyInstance(handle, None)
+
+    def abandon(self) -> None:
+        """Leave it as it is, for a device on it hangs: instances that are made from now on share nothing with it."""
+        if self.handle is not None:
+            _HANDLES.forget(self.handle)
 
     def physical_devices(self) -> list[int]:
         """Handles of the adapters that speak Vulkan 1.1, in the loader's order."""
@@ -113,6 +164,12 @@ class Instance:
         version = c_uint32()
         check(self.loader.vkEnumerateInstanceVersion(byref(version)), "vkEnumerateInstanceVersion")
         return unpack_version(version.value)
+
+    def _create(self) -> int:
+        handle = c_void_p()
+        check(self.loader.vkCreateInstance(byref(self._create_info()), None, byref(handle)), "vkCreateInstance")
+        assert handle.value
+        return handle.value
 
     def _create_info(self) -> vk.VkStructure:
         application = vk.VkApplicationInfo(pApplicationName=b"xinfer", apiVersion=pack_version(self.version))
