@@ -520,7 +520,7 @@ def _sample() -> Iterator[Variant]:
     chosen = ("params", "scratch", "state", "ring", "counts")
     logits = ("params", "logits", "counts", "bias", "scratch")
     strides = ("vocab", "chunk_shift", "scratch_stride", "logits_stride", "logits_offset")
-    few = 4 * (2 * SAMPLE_CHUNKS_MAX + 6 * SAMPLE_CANDIDATES_MAX + 11)
+    few = 4 * (2 * SAMPLE_CHUNKS_MAX + 7 * SAMPLE_CANDIDATES_MAX + 11)
     yield _sample_stage("chunk", "sample.hlsl", 128, logits, strides, 4, stage=0)
     yield _sample_stage("sum", "sample.hlsl", 128, ("params", "scratch"), spread[:4], 12, stage=1)
     for name, lanes in (("", 128), (".wide", 512)):

@@ -31,6 +31,7 @@ groupshared uint keys[CANDIDATES_MAX];
 groupshared uint ids[CANDIDATES_MAX];
 groupshared uint2 weights[CANDIDATES_MAX];
 groupshared uint2 before[CANDIDATES_MAX];  // the weights of all that stand in front
+groupshared uint ordered[CANDIDATES_MAX];  // which candidate stands at each place
 groupshared uint n_listed;
 groupshared uint n_candidates;
 groupshared uint highest;  // key
@@ -113,8 +114,15 @@ void place_candidates(uint lane, uint n, uint top_k) {
             }
         }
         before[c] = sum;
+        ordered[place] = c;
         if (place + 1u == top_k) kth = key;
     }
+}
+
+// Whether a candidate is kept; none is behind one that is not. The first of all is kept whatever top_p is.
+bool is_kept(uint c, uint2 min_weight, uint top_p, uint2 most) {
+    bool within = top_p == 0u || less64(before[c], most) || is_zero64(before[c]);
+    return keys[c] >= kth && !less64(weights[c], min_weight) && within;
 }
 
 [numthreads(GROUP, 1, 1)]
@@ -133,13 +141,18 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     gather(lane, base);
     GroupMemoryBarrierWithGroupSync();
     uint n = min(n_candidates, CANDIDATES_MAX);
-    for (uint c = lane; c < n; c += GROUP) weights[c] = weight_of(keys[c], highest, scale);
+    for (uint i = lane; i < n; i += GROUP) weights[i] = weight_of(keys[i], highest, scale);
     GroupMemoryBarrierWithGroupSync();
     place_candidates(lane, n, few ? top_k : 0u);
     GroupMemoryBarrierWithGroupSync();
     if (few) {
-        for (uint d = lane; d < n; d += GROUP) {
-            if (keys[d] >= kth) ADD_SHARED64(all_low, all_high, weights[d])
+        for (uint p = lane; p < n; p += GROUP) {
+            uint c = ordered[p];
+            if (keys[c] >= kth && (p + 1u == n || keys[ordered[p + 1u]] < kth)) {
+                uint2 up_to = add64(before[c], weights[c]);
+                all_low = up_to.x;
+                all_high = up_to.y;
+            }
         }
     } else {
         for (uint e = lane; e < constants.n_chunks; e += GROUP) {
@@ -149,13 +162,14 @@ void main(uint3 group : SV_GroupID, uint lane : SV_GroupIndex) {
     }
     GroupMemoryBarrierWithGroupSync();
     uint2 all = uint2(all_low, all_high), most = part_of(all, top_p);
-    for (uint f = lane; f < n; f += GROUP) {
-        bool kept = keys[f] >= kth && !less64(weights[f], min_weight);
-        // The first one, in front of which there is nothing, is kept whatever top_p is.
-        if (top_p != 0u && !less64(before[f], most) && !is_zero64(before[f])) kept = false;
-        if (kept) {
-            InterlockedAdd(n_kept, 1u);
-            ADD_SHARED64(kept_low, kept_high, weights[f])
+    for (uint q = lane; q < n; q += GROUP) {
+        uint d = ordered[q];
+        if (!is_kept(d, min_weight, top_p, most)) continue;
+        if (q + 1u == n || !is_kept(ordered[q + 1u], min_weight, top_p, most)) {
+            uint2 up_to = add64(before[d], weights[d]);
+            n_kept = q + 1u;
+            kept_low = up_to.x;
+            kept_high = up_to.y;
         }
     }
     GroupMemoryBarrierWithGroupSync();
