@@ -32,8 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def prompts(characters: int) -> dict[str, str]:
     """By what they are like; at most so many characters of a file."""
     code = (ROOT / "src/xinfer/gpu_model/speculation.py").read_text(encoding="utf-8")[:characters]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    told = readme[: readme.index("## Two commands")].strip()[:characters]
+    told = (ROOT / "docs/speed.md").read_text(encoding="utf-8").strip()[:characters]
     return {
         "code": f"{code}\n\n# The same file once more, with other comments:\n\n{code[:300]}",
         "summary": f"{told}\n\nIn short, once more:\n\n{told}\n\nIn short, once more:\n\n{told[:80]}",
