@@ -94,14 +94,21 @@ def test_a_budget_for_one_slot_is_enough(device: Device, checkpoint: CheckpointF
             predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=least - 1))
 
 
+def _collect(device: Device) -> None:
+    """Have it give back what waits to be, and staging: how much of that there is depends on who was first."""
+    device._transfers.kept = 0  # type: ignore[attr-defined]
+    device._transfers.trim()  # type: ignore[attr-defined]
+    device.collect()  # type: ignore[attr-defined]
+
+
 def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkpoint: CheckpointFactory) -> None:
     device.flush_uploads()
     with ModelWeights.open(checkpoint(SPEC)) as weights:
-        predict(weights, device)  # staging comes to stay
-        device.collect()  # type: ignore[attr-defined]
+        predict(weights, device)  # kernels come to stay
+        _collect(device)
         before, budget = device.live_objects(), device.memory().budget
         found = predict(weights, device, ModelOptions(context=400, vram_budget=300 << 20))
-        device.collect()  # type: ignore[attr-defined]
+        _collect(device)
         assert device.live_objects() == before
         assert device.memory().budget == budget
     for name in ("load_speed", "bus_speed", "memory_speed", "load_seconds", "token_seconds"):
