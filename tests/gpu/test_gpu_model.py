@@ -371,6 +371,26 @@ def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
     assert "download" not in events
 
 
+@pytest.mark.parametrize(("kind", "patience"), [("discrete", 60.0), ("cpu", 600.0)])
+def test_a_software_device_may_be_slow(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, kind: str, patience: float
+) -> None:
+    """It computes on a CPU that others use, too: what takes a minute there does not hang."""
+    waits: list[float] = []
+    wait = device.wait
+
+    def watched(ticket: Ticket, timeout_s: float = 0.0, **options: Any) -> None:
+        waits.append(timeout_s)
+        wait(ticket, timeout_s, **options)
+
+    with on(device, checkpoint(SyntheticSpec())) as model:
+        monkeypatch.setattr(device, "info", dataclasses.replace(device.info, kind=kind))
+        monkeypatch.setattr(device, "wait", watched)
+        continued(model, [1, 2, 3], 2)
+        monkeypatch.undo()
+    assert set(waits) == {patience}
+
+
 def test_sampled_steps_give_what_the_sampler_makes_of_their_logits(
     device: Device, checkpoint: CheckpointFactory
 ) -> None:

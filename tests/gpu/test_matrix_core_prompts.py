@@ -14,7 +14,7 @@ from tests.gpu.op_bench import Array
 import build_shaders
 from xinfer import ops, shaders
 from xinfer.gpu.api import Device, KernelCode
-from xinfer.gpu_model import ModelOptions, QwenModel, steps
+from xinfer.gpu_model import ModelOptions, QwenModel
 from xinfer.model.reference import ReferenceModel
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -43,7 +43,6 @@ def cores(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     build_shaders.build()
     if device.info.api != "vulkan":
         pytest.skip("matrix cores are reached through Slang, which makes SPIR-V only")
-    monkeypatch.setattr(steps, "TIMEOUT_S", 600.0)  # a software driver takes long, and others may want its cores
     known = dict(variants())
     if not device.info.features >= MATRIX_CORE_NEEDS:
         small = [v for v in known.values() if "coop64" in v.id and ".bf16." not in v.id]

@@ -40,7 +40,8 @@ RING = 64  # tokens that the device remembers
 # Rows that recordings are made for; a chunk is padded to the next of them.
 ROW_BUCKETS = (1, 2, 4, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 HEAD_BYTES = 64 << 20  # logits of all rows are made in pieces of this size
-TIMEOUT_S = 60.0
+TIMEOUT_S = 60.0  # behind which work that has not ended hangs
+SOFTWARE_TIMEOUTS = 10  # times as long on a software device: others may have the CPU that it computes on
 SPIN_S = 0.01  # a single step takes less
 
 Timed = Literal["no", "whole", "ops"]  # where timestamps are taken
@@ -374,8 +375,9 @@ class Steps:
 
     def wait(self, ticket: Ticket, *, urgent: bool = False) -> None:
         """Block until it has ended; Ctrl-C works. An urgent wait, for work that nothing is queued behind, may spin."""
-        spin = SPIN_S if urgent and self.device.info.kind != "cpu" else 0.0
-        self.device.wait(ticket, TIMEOUT_S, spin_s=spin)
+        software = self.device.info.kind == "cpu"
+        patience = TIMEOUT_S * (SOFTWARE_TIMEOUTS if software else 1)
+        self.device.wait(ticket, patience, spin_s=SPIN_S if urgent and not software else 0.0)
 
     def chosen(self, n: int) -> int:
         """The token that the step with `steps` = n has chosen, once it has been waited for."""

@@ -6,7 +6,7 @@
 //   WAVE     a set is made of whole waves, whatever their size; else of SET_LANES lanes that meet in groupshared memory
 //   VECTOR_X x is read as float4 (strides, offsets and columns are multiples of VALUES_PER_LOAD); else float by float
 //   T_MAX    rows of activations at most
-//   NORM     x is normalized: y = rms_norm(x, norm_weight) @ w^T; a row's scale is a factor of its sums
+//   NORM     x is normalized: y = rms_norm(x, norm_weight) @ w^T; a row's scale is a factor of its sums (T_MAX <= 4)
 //   SWIGLU   two matrices: y = silu(x @ w^T) * (x @ w2^T), without bias
 #include "common.hlsli"
 #include "linear.hlsli"
@@ -23,6 +23,7 @@
 #else
 #define SUMS (MATRICES * ROWS_PER_SET)
 #endif
+#define AHEAD (T_MAX <= 4)  // rows of x that registers have room for while weights come
 #if VECTOR_X
 #define X_TYPE float4
 #else
@@ -132,14 +133,18 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
                 }
             }
         }
-#if T_MAX == 1  // x is on its way together with the weights
-        float ahead[LOADS][VALUES_PER_LOAD];
+#if AHEAD  // x is on its way together with the weights
+        float ahead[LOADS][T_MAX][VALUES_PER_LOAD];
 #if NORM
         float scales[LOADS][VALUES_PER_LOAD];
 #endif
         UNROLL for (uint a = 0; a < LOADS; a++) {
             if (base + a * lanes < loads) {
-                READ_X(x, constants.x_offset, base + a * lanes, ahead[a]);
+                UNROLL for (uint b = 0; b < T_MAX; b++) {
+                    if (b == 0 || b < constants.x_rows) {
+                        READ_X(x, constants.x_offset + b * constants.x_stride, base + a * lanes, ahead[a][b]);
+                    }
+                }
 #if NORM
                 READ_X(norm_weight, 0, base + a * lanes, scales[a]);
 #endif
@@ -153,27 +158,20 @@ void lane_sums(uint first_row, uint lane, uint lanes, inout float sums[T_MAX][SU
                 UNROLL for (uint n = 0; n < MATRICES * ROWS_PER_SET; n++) {
                     unpack_load(raw[v][n / ROWS_PER_SET][n % ROWS_PER_SET], weights[n]);
                 }
-#if T_MAX == 1
-#if NORM
-                scale_by(scales[v], ahead[v], sums[0]);
-#endif
-                add_products(ahead[v], weights, sums[0]);
-#else
-#if NORM
-                float scales[VALUES_PER_LOAD];
-                READ_X(norm_weight, 0, at, scales);
-#endif
                 UNROLL for (uint t = 0; t < T_MAX; t++) {
-                    if (t < constants.x_rows) {
+                    if (t == 0 || t < constants.x_rows) {
+#if AHEAD
+                        float values[VALUES_PER_LOAD] = ahead[v][t];
+#else
                         float values[VALUES_PER_LOAD];
                         READ_X(x, constants.x_offset + t * constants.x_stride, at, values);
+#endif
 #if NORM
-                        scale_by(scales, values, sums[t]);
+                        scale_by(scales[v], values, sums[t]);
 #endif
                         add_products(values, weights, sums[t]);
                     }
                 }
-#endif
             }
         }
     }
