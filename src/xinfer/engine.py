@@ -293,6 +293,8 @@ class Session(Generic[C]):
     ) -> NDArray[np.float32]:
         """Append the prompt from `start` on; the logits (vocab_size,) after it."""
         logits = np.empty(0, np.float32)
+        if on_prefill is not None:
+            on_prefill(0, len(prompt_ids) - start)
         for begin in range(start, len(prompt_ids), PREFILL_CHUNK):
             chunk = prompt_ids[begin : begin + PREFILL_CHUNK]
             logits = self._append(chunk)  # (vocab_size,)
@@ -308,6 +310,7 @@ class Session(Generic[C]):
             if on_prefill is not None:
                 on_prefill(begin + done - start, last - start)
 
+        tell(0)
         while begin < last:
             chunk = prompt_ids[begin : min(begin + self._engine.tokens_at_once(), last)]
             with self._repaired():

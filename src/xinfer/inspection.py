@@ -59,7 +59,11 @@ def predict_model(
     context = options.context
     opened = None if device.strip().lower() == "cpu" else gpu.open_device(device)
     if opened is None:
-        raise DeviceError(f"device {device!r} is the CPU; expected a GPU to predict for: xinfer devices lists them")
+        why = "" if device.strip().lower() == "cpu" else f" here ({gpu.why_no_gpu()})"
+        raise DeviceError(
+            f"device {device!r} is the CPU{why}, and a prediction is for GPUs: leave --device out, or name one of "
+            "those that xinfer devices lists, such as vulkan"
+        )
     with opened, ModelWeights.open(folder) as weights:
         check_context(context, weights.config)
         kernels: dict[str, Any] = {
@@ -78,6 +82,7 @@ def predict_model(
             "vram": {
                 "weights": plan.weights,
                 "kv_cache": plan.cache(plan.asked(context)),
+                "kv_cache_tokens": plan.asked(context),
                 "workspace": plan.workspace,
                 "total": found.vram,
             },
@@ -111,12 +116,13 @@ def render_prediction(report: dict[str, Any]) -> str:
         (
             "VRAM",
             (
-                f"{_size(vram['total'])}: weights {_size(vram['weights'])}, KV cache {_size(vram['kv_cache'])}, "
-                f"to work in {_size(vram['workspace'])}"
+                f"{_size(vram['total'])}: weights {_size(vram['weights'])}, KV cache of "
+                f"{vram['kv_cache_tokens']:,} tokens {_size(vram['kv_cache'])}, to work in {_size(vram['workspace'])}"
+                f"{'' if report['tokens_per_second_at_context'] else ' (the cache grows; --context foretells more)'}"
             ),
         ),
         ("RAM held for it", _size(report["ram"])),
-        ("load", f"{report['load_seconds']:,.1f} s"),
+        ("load", f"{report['load_seconds']:,.2f} s"),
         ("decode", rates),
         (
             "measured",

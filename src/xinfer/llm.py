@@ -61,6 +61,7 @@ class Stats:
     decode_seconds: float
     guessed_tokens: int  # by speculation,
     accepted_tokens: int  # and those of them that the model chose, too
+    no_guesses: str | None  # why nothing could be guessed, where `speculate` asked for it
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -322,9 +323,7 @@ class LLM:
             on_prefill=self._on_prefill,
         )
         chunks = _Texts(steps, self.checkpoint.tokenizer, settings.params.stop)
-        seed = settings.params.seed
-        assert seed is not None
-        return Stream(chunks, prompt_ids, lambda: self._stats(timing, seed), on_chunk)
+        return Stream(chunks, prompt_ids, lambda: self._stats(timing, settings), on_chunk)
 
     def check_length(self, prompt: str) -> None:
         """Refuse at once a text that cannot fit, however it is cut: encoding a hundred megabytes takes minutes."""
@@ -335,13 +334,16 @@ class LLM:
         if self._progress is not None:
             self._progress("prefill", done, total)
 
-    def _stats(self, timing: Timing, seed: int) -> Stats:
+    def _stats(self, timing: Timing, settings: Settings) -> Stats:
+        seed = settings.params.seed
+        assert seed is not None
         return Stats(
             device=self.device,
             tuned=self.tuned,
             fallback=self.fallback,
             seed=seed,
             load_seconds=self.load_seconds,
+            no_guesses=settings.why_no_guesses(on_cpu=self.device == CPU),
             **dataclasses.asdict(timing),
         )
 

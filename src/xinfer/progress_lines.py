@@ -15,6 +15,7 @@ TITLES = {
     "verify": "comparing with the reference",
     "doctor": "trying kernels",
     "bench": "measuring",
+    "measure": "measuring",
     "tune": "trying kernels",
 }
 _UNITS = {"prefill": " tokens", "verify": " passes", "compile": " kernels", "bench": " measurements"}

@@ -16,6 +16,7 @@ DEFAULT = "default"
 
 # What a value does when nobody gives it: nothing.
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "max_tokens": None}
+_GREEDY = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _FILE_KEYS = {"max_tokens": "max_new_tokens"}  # ours: the file's own key, where they differ
 
 
@@ -34,6 +35,23 @@ class Settings:
     params: SamplingParams  # no None left, but for max_tokens and seed
     stop_ids: frozenset[int]
     sources: dict[str, Setting]
+
+    def why_no_guesses(self, *, on_cpu: bool) -> str | None:
+        """Why nothing can be guessed where `speculate` asks for it; None where it can, or it does not."""
+        params = self.params
+        if not params.speculate:
+            return None
+        if on_cpu:
+            return "the CPU makes one token at a time"
+        if params.logprobs is not None:
+            return "logprobs are asked for"
+        if params.logit_bias:
+            return "a logit_bias is given"
+        for name, neutral in _GREEDY.items():
+            value, source = getattr(params, name), self.sources[name].source
+            if value != neutral:
+                return f"{name} is {value:g} ({source}), and would have to be {neutral:g}"
+        return None
 
 
 def resolve_settings(params: SamplingParams, generation: GenerationConfig | None, config: Qwen2Config) -> Settings:

@@ -21,7 +21,7 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.choice import Choice
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
-from xinfer.gpu.api import Bindable, Device, MemoryStatus, Recording, Ticket
+from xinfer.gpu.api import Bindable, Device, DeviceKind, MemoryStatus, Recording, Ticket
 from xinfer.gpu_model import ModelOptions, QwenModel, loading, memory
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.answer import STEPS_AHEAD
@@ -373,7 +373,7 @@ def test_steps_are_queued_before_the_first_token_is_read_and_no_logits_are(
 
 @pytest.mark.parametrize(("kind", "patience"), [("discrete", 60.0), ("cpu", 600.0)])
 def test_a_software_device_may_be_slow(
-    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, kind: str, patience: float
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, kind: DeviceKind, patience: float
 ) -> None:
     """It computes on a CPU that others use, too: what takes a minute there does not hang."""
     waits: list[float] = []

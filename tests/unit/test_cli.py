@@ -79,20 +79,14 @@ def test_generate_gives_logprobs_and_honours_stop(folder: Path, llm: LLM) -> Non
         (("generate", "--device", "quantum", "x"), b"", "'quantum'"),
         (("generate",), b"\xff\xfe", "not UTF-8"),
         (("generate",), b"", "no tokens"),
-        (("generate", "--temperature", "-1", "x"), b"", "temperature"),
-        (("generate", "--top-p", "nan", "x"), b"", "top_p"),
         (("generate", "--context", "99999999", "x"), b"", "context"),
-        (("logits", "--tokens", "1,x", "--out", "a.npy"), b"", "whole numbers"),
-        (("logits", "--tokens", "1", "--out", "a.txt"), b"", ".npy"),
         (("logits", "--tokens", "999999999", "--out", "a.npy"), b"", "vocabulary"),
         (("logits", "--tokens", "1", "--out", "/no/such/folder/a.npy"), b"", "folder that exists"),
         (("explain", "{broken"), b"", "not JSON"),
         (("explain", "missing.json"), b"", "cannot read the messages"),
         (("explain", '{"mesages": []}'), b"", "mesages"),
         (("synth", "/tmp/x", "--preset", "nope"), b"", "gqa"),
-        (("logits", "--tokens", "1", "--out", "."), b"", "--out ."),
         (("logits", "--tokens", ",".join(["1"] * 2049), "--out", "a.npy"), b"", "2,049 tokens"),
-        (("generate", "--stop", "\udcff", "x"), b"", "half characters"),
         (("synth", "/dev/null/x"), b"", "/dev/null"),
         (("synth", "x\udcff"), b"", "cannot be written"),
         (("synth", "x", "--k-bias-scale", "nan"), b"", "nan"),
@@ -109,6 +103,46 @@ def test_what_goes_wrong_is_one_message_and_exit_status_1(
     assert result.stderr.startswith("error: ")
     assert says in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("generate", "--temperature", "-1", "x"), "temperature"),
+        (("generate", "--top-p", "nan", "x"), "top_p"),
+        (("chat", "--min-p", "2", "x"), "min_p"),
+        (("generate", "--stop", "\udcff", "x"), "half characters"),
+        (("generate", "--stream", "x"), "--json"),
+        (("chat", "--stream", "x"), "--json"),
+        (("logits", "--tokens", "1,x", "--out", "a.npy"), "whole numbers"),
+        (("logits", "--tokens", "1", "--out", "a.txt"), ".npy"),
+        (("logits", "--tokens", "1", "--out", "."), ".npy"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_wrong_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str], says: str
+) -> None:
+    """It is told before a model is looked for."""
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments, *(("--model", "no/such/folder") if "--model" not in arguments else ()), status=2)
+    assert result.stdout == ""
+    assert says in " ".join(result.stderr.split())
+    assert "no/such/folder" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_leaves_while_help_is_printed_is_no_error() -> None:
+    for command in ((), ("generate",), ("bench",)):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "xinfer", *command, "--help"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, b"")
 
 
 def test_errors_are_json_too_where_json_was_asked_for(folder: Path) -> None:

@@ -228,8 +228,8 @@ def test_logits_and_synth_say_in_json_what_they_wrote(tmp_path: Path) -> None:
     told = json.loads(run(*command, "--json").stdout)
     assert told["shape"] == list(np.load(tmp_path / "l.npy").shape) == [2, made["spec"]["vocab_size"]]
     assert (told["file"], told["device"], told["kv_cache"]) == (str(tmp_path / "l.npy"), "cpu", None)
-    error = run("logits", "--tokens", "x", "--out", tmp_path / "l.npy", "--json", status=1)
-    assert "--tokens 'x'" in json.loads(error.stdout)["error"]["message"]
+    error = run("logits", "--tokens", "x", "--out", tmp_path / "l.npy", "--json", status=2)
+    assert "--tokens: 'x'" in json.loads(error.stdout)["error"]["message"]
 
 
 @pytest.mark.parametrize("name", [command.__name__ for command in COMMANDS])

@@ -152,7 +152,7 @@ def test_long_prompts_go_in_chunks_and_report_progress(monkeypatch: pytest.Monke
     session = Engine(model, context=20).session()
     run(session, list(range(10)), max_tokens=1, on_prefill=lambda done, total: seen.append((done, total)))
     assert model.calls == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    assert seen == [(4, 10), (8, 10), (10, 10)]
+    assert seen == [(0, 10), (4, 10), (8, 10), (10, 10)]  # from before the first, which may take long
 
 
 def test_nan_in_the_logits_is_an_error_that_names_the_position(model: SumModel, session: Session[SumCache]) -> None:

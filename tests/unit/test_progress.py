@@ -29,30 +29,66 @@ def test_what_is_quick_shows_nothing(bars: Bars, screen: io.StringIO) -> None:
     assert screen.getvalue() == ""
 
 
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+
+
+def wait_for(text: str, screen: io.StringIO) -> None:
+    until = time.monotonic() + 10
+    while text not in screen.getvalue():
+        assert time.monotonic() < until, f"{text!r} is not in {screen.getvalue()!r}"
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize(
     ("stage", "title", "unit"), [("load", "loading weights", "MB"), ("prefill", "reading", "tokens")]
 )
 def test_what_takes_long_shows_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, bars: Bars, screen: io.StringIO, stage: str, title: str, unit: str
+    bars: Bars, screen: io.StringIO, stage: str, title: str, unit: str
 ) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
     with bars:
         bars.update(stage, 1_000_000, 10_000_000)
+        wait_for(title, screen)
         bars.update(stage, 5_000_000, 10_000_000)
-    shown = screen.getvalue()
-    assert title in shown
-    assert unit in shown
+        wait_for("50" if stage == "prefill" else "5.0", screen)
+    assert unit in screen.getvalue()
 
 
-def test_a_new_stage_gets_a_bar_of_its_own(monkeypatch: pytest.MonkeyPatch, bars: Bars, screen: io.StringIO) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+@pytest.mark.usefixtures("at_once")
+def test_a_long_first_step_has_a_bar_although_nothing_more_is_said(bars: Bars, screen: io.StringIO) -> None:
+    with bars:
+        bars.update("verify", 0, 10)
+        wait_for("comparing with the reference", screen)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_new_stage_gets_a_bar_of_its_own(bars: Bars, screen: io.StringIO) -> None:
     with bars:
         bars.update("load", 1, 10)
+        wait_for("loading weights", screen)
         bars.update("load", 10, 10)
         bars.update("prefill", 1, 10)
+        wait_for("reading the prompt", screen)
         bars.update("prefill", 10, 10)
-    assert "loading weights" in screen.getvalue()
-    assert "reading the prompt" in screen.getvalue()
+
+
+@pytest.mark.usefixtures("at_once")
+def test_what_a_command_is_about_has_a_bar_before_and_between_its_stages(screen: io.StringIO) -> None:
+    with Bars(Console(file=screen, force_terminal=True, width=100), first="tune") as bars:
+        wait_for("trying kernels", screen)
+        bars.update("load", 1, 10)
+        wait_for("loading weights", screen)
+        screen.truncate(0)
+        bars.update("load", 10, 10)
+        wait_for("trying kernels", screen)
+        bars.update("tune", 3, 4)
+        wait_for("3/4", screen)
+        bars.update("tune", 4, 4)
+        screen.truncate(0)
+        time.sleep(0.1)
+        assert "trying" not in screen.getvalue()
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def tune(
         contexts: tokens in the cache before the decode steps that are timed.
         prompts: rows of prompts; those that the device does not take at once are left out.
         progress: called with "tune", knobs done, how many there are, and what is at hand.
-        warn: told what is wrong with the file of choices.
+        warn: told what is wrong with the file of choices, and that a device is no GPU.
 
     Raises:
         DeviceError: there is no such device, it is the CPU, or what was chosen cannot be written.
@@ -63,6 +63,8 @@ def tune(
         model, opened = loaded.model, loaded.device
         assert opened is not None
         assert isinstance(model, QwenModel)
+        if loaded.is_software and warn is not None:
+            warn(f"warning: {loaded.device_name} is not a GPU: tuning takes many minutes on it")
         shapes = shapes_of(model.plan, exact=model.steps.exact)
         told = None if progress is None else (lambda done, of, at: progress("tune", done, of, at))
         result = Tuner(model, contexts=sizes, prompts=rows, n_tokens=N_TOKENS, tell=told).run()

@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import cleandoc
 from typing import Annotated, Any, NoReturn
 
@@ -50,7 +52,8 @@ class _Command(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         if shutil.get_terminal_size().columns < NARROW:
             self.rich_markup_mode = None  # no frames: names of options would be cut off
-        super().format_help(ctx, formatter)
+        with _readers_may_leave():
+            super().format_help(ctx, formatter)
 
 
 class _Group(TyperGroup):
@@ -67,6 +70,10 @@ class _Group(TyperGroup):
 
     def get_help_option(self, ctx: Any) -> Any:
         return _without_type(super().get_help_option(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        with _readers_may_leave():
+            super().format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         as_json = _spells_json(args)  # the parser takes them away one by one
@@ -102,6 +109,15 @@ class _Group(TyperGroup):
             _fail(ctx, "MemoryError", "out of memory; try a smaller --context, or close other programs")
         except OSError as error:
             _fail(ctx, "OSError", str(error))
+
+
+@contextmanager
+def _readers_may_leave() -> Iterator[None]:
+    """Within, rich ends the process with 1 when whoever reads the help leaves, as `head` does: it is no error."""
+    try:
+        yield
+    except SystemExit:
+        raise typer.Exit(OK) from None
 
 
 def with_options(name: str | None) -> Any:

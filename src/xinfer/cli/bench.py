@@ -65,7 +65,7 @@ def bench(
     if plot is not None:
         check_plot(plot)
         check_target(plot, "--plot")
-    with progress_bars(quiet=as_json) as progress:
+    with progress_bars(quiet=as_json, first="bench") as progress:
         report = run(
             resolve(model),
             options.model_options(ctx),

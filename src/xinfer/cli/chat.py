@@ -67,10 +67,10 @@ def chat(
     In a conversation /reset begins again, /exit or Ctrl-D leaves; Ctrl-C stops an answer, not the program. Lines that
     come from a pipe or a file are answered one by one; the exit status is 1 where one of them could not be.
     """
+    form, values = Form.chosen(as_json, stream), options.sampling_values(ctx)
     question = read_stdin() if message == "-" else message
-    values = options.sampling_values(ctx)
     with load(model, device, options.model_options(ctx), canary=canary, quiet=quiet) as llm:
-        talk = _Talk(llm.conversation(system=system), values, Form.chosen(as_json, stream), quiet)
+        talk = _Talk(llm.conversation(system=system), values, form, quiet)
         if question is None:
             talk.converse()
             if talk.failed and not sys.stdin.isatty():

@@ -58,7 +58,7 @@ def doctor(
     if output is not None:
         check_target(output, "--output")
     quarantine = Quarantine(warn=say)
-    with progress_bars() as progress:
+    with progress_bars(first="doctor") as progress:
         report = anonymous(
             examine(device=device, deep=deep, only=only, limit_s=time_limit, quarantine=quarantine, progress=progress)
         )

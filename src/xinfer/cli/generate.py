@@ -10,6 +10,8 @@ from xinfer.cli import options
 from xinfer.cli.loading import load, read_stdin
 from xinfer.cli.output import Form, print_answer
 
+MAX_TOKENS = 256  # where neither the user nor the checkpoint has a say: a text that is continued need not end
+
 
 def generate(
     ctx: typer.Context,
@@ -26,7 +28,10 @@ def generate(
     exact: options.Exact = False,
     canary: options.Canary = False,
     tuning: options.Tuning = True,
-    max_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Most tokens to generate.")] = 256,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Most tokens to generate.", show_default="the checkpoint's, else 256"),
+    ] = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
@@ -58,7 +63,9 @@ def generate(
     """
     if logprobs is not None and not as_json:
         raise typer.BadParameter("they are printed as JSON only; add --json", param_hint="--logprobs")
+    form, values = Form.chosen(as_json, stream), options.sampling_values(ctx)
     text = read_stdin() if prompt in (None, "-") else prompt
-    values = options.sampling_values(ctx)
     with load(model, device, options.model_options(ctx), canary=canary, quiet=quiet) as llm:
-        print_answer(llm.stream(text, **values), form=Form.chosen(as_json, stream), quiet=quiet)
+        if max_tokens is None and llm.checkpoint.settings().params.max_tokens is None:
+            values["max_tokens"] = MAX_TOKENS
+        print_answer(llm.stream(text, **values), form=form, quiet=quiet)

@@ -45,7 +45,7 @@ def inspect(
     chosen, folder = options.model_options(ctx), resolve(model)
     report = inspect_model(folder, context=context)
     if device is not None:
-        with progress_bars(quiet=as_json) as progress:
+        with progress_bars(quiet=as_json, first="measure") as progress:
             report["prediction"] = predict_model(
                 folder,
                 device,

@@ -57,10 +57,11 @@ def warn_of_device(selector: str, device_name: str, *, is_software: bool, fallba
 
 
 @contextmanager
-def progress_bars(*, quiet: bool = False) -> Iterator[Callable[..., None] | None]:
+def progress_bars(*, quiet: bool = False, first: str | None = None) -> Iterator[Callable[..., None] | None]:
     """Bars on stderr, a stage each, for what takes longer than a second; a line now and then where it is no terminal.
 
-    What is yielded takes a stage, what is done, what there is to do, and perhaps what is at hand.
+    What is yielded takes a stage, what is done, what there is to do, and perhaps what is at hand. `first` is the stage
+    that the command is about: its bar is there before anything is known of it.
     """
     if quiet:
         yield None
@@ -72,7 +73,7 @@ def progress_bars(*, quiet: bool = False) -> Iterator[Callable[..., None] | None
         return
     from xinfer.progress import Bars
 
-    with Bars() as bars:
+    with Bars(first=first) as bars:
         yield bars.update
 
 

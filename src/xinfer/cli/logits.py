@@ -11,7 +11,7 @@ from xinfer.cli import options
 from xinfer.cli.loading import progress_bars, resolve, warn_of_device
 from xinfer.cli.output import print_json, say
 from xinfer.cli.writing import check_target, replacing
-from xinfer.errors import ContextLengthError, NumericalError, RequestError
+from xinfer.errors import ContextLengthError, NumericalError
 
 
 def logits(
@@ -38,9 +38,11 @@ def logits(
     try:
         ids = np.array([int(token) for token in tokens.split(",")], dtype=np.int64)
     except (ValueError, OverflowError):
-        raise RequestError(f"--tokens {tokens!r}; expected whole numbers separated by commas, such as 1,2,3") from None
+        raise typer.BadParameter(
+            f"{tokens!r}; expected whole numbers separated by commas, such as 1,2,3", param_hint="--tokens"
+        ) from None
     if out.suffix != ".npy":
-        raise RequestError(f"--out {out}; expected a name that ends in .npy")
+        raise typer.BadParameter(f"{out}; expected a name that ends in .npy", param_hint="--out")
     check_target(out, "--out")
     chosen, folder = options.model_options(ctx), resolve(model)
     with progress_bars() as progress, load_model(folder, chosen, device=device, progress=progress) as loaded:

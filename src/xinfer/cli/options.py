@@ -133,8 +133,8 @@ Speculate = Annotated[
         min=0,
         max=15,
         metavar="N",
-        help="Greedy on a GPU: guess up to N tokens from earlier text and check them in one pass. Same text; pays "
-        "where text repeats itself, most where layers are streamed.",
+        help="Greedy without penalties, on a GPU: guess up to N tokens from earlier text and check them in one pass. "
+        "Same text; pays where text repeats itself, most where layers are streamed.",
     ),
 ]
 
@@ -182,7 +182,12 @@ def sampling_values(ctx: typer.Context) -> dict[str, Any]:
     given = {name: value for name, value in ctx.params.items() if name in SamplingParams.__dataclass_fields__}
     if given.get("logit_bias"):
         given["logit_bias"] = _bias(given["logit_bias"])
-    return {name: value for name, value in given.items() if value not in (None, [], ())}
+    given = {name: value for name, value in given.items() if value not in (None, [], ())}
+    try:
+        SamplingParams(**given)
+    except RequestError as error:  # before anything is loaded
+        raise typer.BadParameter(str(error)) from None
+    return given
 
 
 def _bias(pairs: list[str]) -> dict[int, float]:

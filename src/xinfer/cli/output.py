@@ -30,14 +30,16 @@ class Form(enum.Enum):
 
     @classmethod
     def chosen(cls, as_json: bool, stream: bool) -> Form:
-        """What --json and --stream ask for; text streams by itself."""
+        """What --json and --stream ask for; text streams by itself. Raises typer.BadParameter for one without other."""
+        if not as_json and stream:
+            raise typer.BadParameter("text streams by itself; add --json for an object a token", param_hint="--stream")
         if not as_json:
             return cls.TEXT
         return cls.CHUNKS if stream else cls.OBJECT
 
 
 def print_answer(stream: Stream, *, form: Form, quiet: bool) -> None:
-    """Print an answer; what there is of it, when Ctrl-C ends it."""
+    """Print an answer; what there is of it, when Ctrl-C or SIGTERM ends it."""
     if form is Form.TEXT:
         _print_text(stream, quiet=quiet)
         return
@@ -46,7 +48,7 @@ def print_answer(stream: Stream, *, form: Form, quiet: bool) -> None:
         for chunk in stream:
             if form is Form.CHUNKS:
                 print_json(_chunk_json(chunk), compact=True)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
         print_json(_completion_json(stream.completion), compact=compact)
         raise
     print_json(_completion_json(stream.completion), compact=compact)
@@ -85,6 +87,8 @@ def _statistics(completion: Completion) -> str:
     if stats.guessed_tokens:
         passes = stats.generated_tokens / max(1, stats.generated_tokens - stats.accepted_tokens)
         guesses = f", {stats.accepted_tokens:,} of {stats.guessed_tokens:,} guesses right: {passes:.1f} tokens a pass"
+    if stats.no_guesses:
+        guesses = f", nothing guessed: {stats.no_guesses}"
     device = f"{stats.device}, tuned" if stats.tuned else stats.device
     return (
         f"[{device}] load {stats.load_seconds:.2f} s, prompt {stats.prompt_tokens:,} tokens{cached} "
@@ -99,7 +103,7 @@ def _completion_json(completion: Completion) -> dict[str, Any]:
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_token_ids": list(completion.prompt_token_ids),
-        "finish_reason": completion.finish_reason,
+        "finish_reason": completion.finish_reason or "stopped",
         "stats": {
             **{name: getattr(stats, name) for name in stats.__dataclass_fields__},
             "prefill_tokens_per_second": stats.prefill_tokens_per_second,

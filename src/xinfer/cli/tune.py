@@ -53,7 +53,7 @@ def tune(
         dropped = drop(folder, device=device, warn=say)
         print_json(dropped) if as_json else typer.echo(f"{dropped['forgotten']} dropped from {dropped['file']}")
         return
-    with progress_bars(quiet=as_json) as progress:
+    with progress_bars(quiet=as_json, first="tune") as progress:
         report = run(
             folder,
             options.model_options(ctx),

@@ -56,7 +56,7 @@ def verify(
 
     if html is not None:
         check_target(html, "--html")
-    with progress_bars() as progress:
+    with progress_bars(first="verify") as progress:
         report = run(
             resolve(model), device=device, against=against, n_steps=tokens, longest=longest, progress=progress, warn=say
         )
