@@ -116,17 +116,24 @@ class Engine(Generic[C]):
         return Session(self)
 
     def close(self) -> None:
-        """Refuse all further work; waits for the forward that is running."""
-        self.check_process()
-        with self._lock:
-            self._closed = True
+        """Refuse all further work; waits for the forward that is running. Nothing in a forked child."""
+        self._closed = True  # first: of many that wait for the lock none goes on
+        if not self.forked:
+            with self._lock:
+                pass
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that opened the model."""
+        return os.getpid() != self._process
 
     def check_process(self) -> None:
         """Refuse a forked child: locks and devices do not survive a fork."""
-        if os.getpid() != self._process:
+        if self.forked:
             raise RequestError(
                 f"the model was opened in process {self._process} and this is its fork {os.getpid()}; open the model "
-                "after the fork, in the process that uses it"
+                "in the process that uses it, and close it before a process is forked, or let multiprocessing spawn "
+                "processes: drivers do not survive a fork"
             )
 
     def check_usable(self) -> None:

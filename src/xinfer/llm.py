@@ -285,9 +285,13 @@ class LLM:
         return Conversation(self, self._engine.session(), system=system)
 
     def close(self) -> None:
-        """Release the model's memory and files; what still runs ends in a RequestError. A second close does nothing."""
+        """Release the model's memory and files; what still runs ends in a RequestError.
+
+        A second close does nothing, and one in a forked child neither: all belongs to the parent.
+        """
         self._engine.close()
-        self._loaded.close()
+        if not self._engine.forked:
+            self._loaded.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -20,7 +20,7 @@ from typing import Any
 
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
-from xinfer.state_files import alone, entries_of, write_whole
+from xinfer.state_files import alone, entries_of, set_aside, write_whole
 
 PATH_VARIABLE = "XINFER_QUARANTINE"  # another file than `quarantine_path` would give
 VERSION = 1
@@ -192,9 +192,8 @@ class Quarantine:
         if self._is_foreign():
             self._warn(f"{self.path} holds no quarantine ({reason}); it is ignored, and left as it is")
             return
-        aside = self.path.with_name(self.path.name + ".damaged")
         try:
-            self.path.replace(aside)
+            aside = set_aside(self.path)
         except OSError:
             aside = self.path
         self._warn(

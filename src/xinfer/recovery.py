@@ -197,8 +197,8 @@ class RecoveringModel(Generic[L]):
 
     def close(self) -> None:
         """Give model and device back; may be called twice."""
+        self._closed = True  # first: of many that wait for the lock none goes on
         with self._lock:
-            self._closed = True
             self._drop()
 
     def _with(self, cache: SafeCache) -> Callable[[QwenModel], QwenModel]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
@@ -35,6 +36,17 @@ def entries_of(data: bytes, version: int) -> list[Any]:
         raise ValueError(f"its version is {content.get('version')!r}; expected {version}")
     entries: list[Any] = content["entries"]
     return entries
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a file that cannot be understood, so that another can take its place; where it is then.
+
+    No copy takes the place of an earlier one. Raises OSError.
+    """
+    names = (f"{path.name}.damaged{f'-{n}' if n else ''}" for n in itertools.count())
+    aside = next(place for name in names if not (place := path.with_name(name)).exists())
+    path.rename(aside)
+    return aside
 
 
 @contextmanager

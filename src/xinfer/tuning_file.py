@@ -22,7 +22,7 @@ from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.gpu_model.tuning import Tuning
 from xinfer.quarantine import Driver
 from xinfer.shaders.catalog import variants
-from xinfer.state_files import alone, entries_of, write_whole
+from xinfer.state_files import alone, entries_of, set_aside, write_whole
 
 PATH_VARIABLE = "XINFER_TUNING"  # another file than `tuning_path` would give
 VERSION = 1
@@ -80,12 +80,15 @@ def shapes_of(plan: MemoryPlan, *, exact: bool) -> Shapes:
 
 
 class TuningFile:
-    """The entries of one file. Reading it never fails: `warn` is told once what is wrong with it."""
+    """The entries of one file. Reading it never fails: `warn` is told once what is wrong with it.
+
+    What cannot be understood is passed over, and kept: an entry as it is, a whole file under another name.
+    """
 
     def __init__(self, path: Path | None = None, *, warn: Warn | None = None) -> None:
         self.path = path or tuning_path()
-        self._warn = warn or (lambda _: None)
-        self._told = False
+        self._tell = warn or (lambda _: None)
+        self._told: set[str] = set()
 
     def find(self, info: DeviceInfo, shapes: Shapes) -> Tuning:
         """What to use on a device for these shapes; empty where nothing is known."""
@@ -112,15 +115,32 @@ class TuningFile:
             lambda known: known.driver == driver and {**known.shapes, **rest} == {**shapes, **rest}, []
         )
 
-    def _rewrite(self, dropped: Callable[[Entry], bool], added: list[Entry]) -> int:
+    def check(self) -> None:
+        """Raise DeviceError where `keep` could not write: tuning takes a minute."""
         if self.path is None:
             raise DeviceError(f"there is no folder to keep a choice in; name a file in {PATH_VARIABLE}")
+        folder = next((parent for parent in self.path.parents if parent.exists()), self.path.parent)
+        fault = "it is no file" if self.path.exists() and not self.path.is_file() else ""
+        if not fault and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            fault = f"this user may not write to {folder}"
+        if fault:
+            raise DeviceError(f"{self.path} cannot be written ({fault}); name another file in {PATH_VARIABLE}")
+
+    def _rewrite(self, dropped: Callable[[Entry], bool], added: list[Entry]) -> int:
+        self.check()
+        assert self.path is not None
         try:
             with alone(self.path):
-                before = self._entries()
+                try:
+                    before, strange = self._read()
+                except (ValueError, RecursionError):
+                    before, strange = [], []
+                    if added:
+                        self._warn(f"{self.path} is kept as {set_aside(self.path).name}, for it cannot be read")
                 kept = [entry for entry in before if not dropped(entry)]
                 if added or len(kept) < len(before):
-                    content = {"version": VERSION, "entries": [entry.as_json() for entry in (*kept, *added)]}
+                    entries = [*(entry.as_json() for entry in (*kept, *added)), *strange]
+                    content = {"version": VERSION, "entries": entries}
                     write_whole(self.path, json.dumps(content, indent=1).encode() + b"\n")
         except OSError as error:
             raise DeviceError(
@@ -130,21 +150,41 @@ class TuningFile:
 
     def _entries(self) -> list[Entry]:
         try:
-            if self.path is None or not self.path.is_file():
-                return []
-            with self.path.open("rb") as file:
-                return [_entry(item) for item in entries_of(file.read(LARGEST), VERSION)]
+            entries, strange = self._read()
         except (ValueError, RecursionError) as error:
             reason = str(error)
         except OSError as error:
             reason = error.strerror or str(error)
-        if not self._told:
-            self._told = True
-            self._warn(
-                f"the choices of `xinfer tune` in {self.path} cannot be read ({reason}); kernels are chosen by rule, "
-                "until it is run again"
-            )
+        else:
+            if strange:
+                self._warn(
+                    f"{len(strange)} of the choices in {self.path} cannot be understood, and are passed over: "
+                    "another version of xinfer may have written them"
+                )
+            return entries
+        self._warn(
+            f"the choices of `xinfer tune` in {self.path} cannot be read ({reason}); kernels are chosen by rule, "
+            "until it is run again"
+        )
         return []
+
+    def _read(self) -> tuple[list[Entry], list[Any]]:
+        """The entries, and what stands among them and is none. Raises ValueError and OSError for the whole file."""
+        if self.path is None or not self.path.exists():
+            return [], []
+        if not self.path.is_file():  # reading a pipe or a device may never end
+            raise OSError("it is no file")
+        with self.path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise ValueError(f"it is longer than {LARGEST >> 20} MiB")
+        read = [(_entry(item), item) for item in entries_of(data, VERSION)]
+        return [entry for entry, _ in read if entry], [item for entry, item in read if not entry]
+
+    def _warn(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
 
 
 def tuning_path() -> Path | None:
@@ -156,9 +196,10 @@ def tuning_path() -> Path | None:
     return folder / "kernels.json" if folder else None
 
 
-def _entry(item: Any) -> Entry:
+def _entry(item: Any) -> Entry | None:
+    """What `as_json` wrote; None where it is something else."""
     try:
         driver, sources = Driver(**item["driver"]), item["sources"]
         return Entry(driver=driver, shapes=item["shapes"], tuning=Tuning.from_json(item["tuning"]), sources=sources)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"an entry is not one: {error!r}") from None
+    except (TypeError, KeyError, AttributeError, ValueError):
+        return None

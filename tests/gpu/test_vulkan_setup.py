@@ -9,6 +9,7 @@ import re
 import stat
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from ctypes import sizeof
 from pathlib import Path
@@ -370,6 +371,44 @@ def test_opening_a_device_loads_the_drivers_once(created: list[int]) -> None:
     assert device is not None
     device.close()
     assert len(created) == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_fork_waits_until_no_thread_is_within_the_loader(device: Device) -> None:
+    """Else the child has the locks of a thread that it does not have, and its first instance waits for ever."""
+    del device
+    code = """
+        import os, threading, time
+        from xinfer.gpu._vk.instance import Instance
+        ended = False
+        def work():
+            while not ended:
+                Instance().close()
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(10):
+            child = os.fork()
+            if child == 0:
+                Instance().close()
+                os._exit(0)
+            until = time.monotonic() + 20
+            while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
+                time.sleep(0.01)
+            if found == (0, 0):
+                os.kill(child, 9)
+            print(found[1] if found[0] else "hangs", flush=True)
+        ended = True
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    assert done.stdout.split() == ["0"] * 10
 
 
 def test_drivers_that_cannot_be_loaded_are_told_where_a_device_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

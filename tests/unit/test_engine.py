@@ -1,5 +1,7 @@
 """The engine on a model whose every next token is known: the sum of the sequence so far, modulo the vocabulary."""
 
+import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -144,6 +146,21 @@ def test_an_interrupted_session_answers_the_next_time_as_if_nothing_had_been(
         run(session, [1, 2, 3, 4, 5], max_tokens=6)
     model.fail_at = None
     assert run(session, [1, 2, 3, 4, 5], max_tokens=6) == expected
+
+
+def test_closing_waits_for_one_forward_and_not_for_all_that_want_to_run(model: SumModel) -> None:
+    engine = Engine(model, context=20)
+    closing = threading.Thread(target=engine.close)
+    with engine._turn():
+        closing.start()
+        until = time.monotonic() + 10
+        while not engine._closed:  # it waits for this turn, and no other may begin
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert closing.is_alive()
+    with pytest.raises(RequestError, match="closed"), engine._turn():
+        pass
+    closing.join()
 
 
 def test_long_prompts_go_in_chunks_and_report_progress(monkeypatch: pytest.MonkeyPatch, model: SumModel) -> None:

@@ -318,6 +318,22 @@ def test_a_forked_child_is_told_and_does_not_wait_for_ever(llm: LLM) -> None:
     assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of Python 3.12, about forks with threads
+def test_a_forked_child_may_leave_the_model_behind(folder: Path) -> None:
+    """All belongs to the parent: what the child was doing, leaving, is not replaced by an error."""
+    with LLM(folder, device="cpu") as own, own._engine._lock:
+        child = os.fork()
+        if child == 0:
+            try:
+                own.__exit__(None, None, None)
+                own.close()
+            except BaseException:
+                os._exit(8)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert own._engine._closed
+
+
 @pytest.mark.parametrize(
     "prompt", [123, None, object(), [None], [[1]], ["a"], [1.5], [float("nan")], [True], {1: 2}, b"hi", np.ones((2, 2))]
 )

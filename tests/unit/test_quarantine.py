@@ -160,6 +160,11 @@ def test_a_damaged_file_is_set_aside_and_said(kept: Quarantine, said: list[str],
     assert len(said) == 1
     assert "damaged" in said[0]
     assert kept.path.with_name("quarantine.json.damaged").read_bytes() == content
+    kept.path.write_bytes(b"{again")
+    assert kept.entries() == []
+    assert kept.path.with_name("quarantine.json.damaged").read_bytes() == content  # no copy is lost to the next
+    assert kept.path.with_name("quarantine.json.damaged-1").read_bytes() == b"{again"
+    del said[1:]
     kept.add(INFO, "a", "wrong")
     assert kept.variants_for(INFO) == {"a"}
     assert len(said) == 1

@@ -13,7 +13,7 @@ from tests.unit.cli_run import run
 from xinfer.errors import DeviceError
 from xinfer.gpu.null import INFO
 from xinfer.gpu_model.tuning import AttentionChoice, Tuning, keys_bucket
-from xinfer.tuning_file import TuningFile
+from xinfer.tuning_file import LARGEST, TuningFile
 
 SHAPES = {"hidden": 64, "kv_cache": "f16", "exact": False}
 OTHER = {**SHAPES, "hidden": 128}
@@ -86,9 +86,45 @@ def test_a_broken_file_is_told_once_ignored_and_replaced(kept: TuningFile, said:
     assert not kept.find(INFO, SHAPES)
     assert not kept.find(INFO, SHAPES)
     assert len(said) == 1
-    assert "cannot be read" in said[0]
+    assert "1 of the choices" in said[0]
+    assert "cannot be understood" in said[0]
     kept.keep(INFO, SHAPES, CHOSEN)
     assert kept.find(INFO, SHAPES) == CHOSEN
+
+
+def test_an_entry_that_is_not_understood_harms_no_other_and_is_kept(kept: TuningFile) -> None:
+    assert kept.path is not None
+    kept.keep(INFO, OTHER, Tuning(decode={"o": DOWN}))
+    edit(kept, lambda entry: entry.update(tuning={"a later": "form"}))
+    strange = json.loads(kept.path.read_bytes())["entries"][0]
+    assert kept.find(INFO, OTHER).decode == {"o": DOWN}
+    kept.keep(INFO, SHAPES, CHOSEN)
+    assert (kept.find(INFO, SHAPES), kept.find(INFO, OTHER).decode) == (CHOSEN, {"o": DOWN})
+    assert kept.forget(INFO, OTHER) == 1
+    assert strange in json.loads(kept.path.read_bytes())["entries"]
+
+
+def test_a_file_that_is_not_understood_is_kept_under_another_name(tmp_path: Path, said: list[str]) -> None:
+    path = tmp_path / "k.json"
+    for n, content in enumerate((b'{"version": 9, "entries": [1, 2]}', b"{", b" " * (LARGEST + 1))):
+        path.write_bytes(content)
+        assert TuningFile(path).forget(INFO, SHAPES) == 0
+        assert path.read_bytes() == content
+        TuningFile(path, warn=said.append).keep(INFO, SHAPES, CHOSEN)
+        aside = f"k.json.damaged{f'-{n}' if n else ''}"
+        assert (tmp_path / aside).read_bytes() == content
+        assert aside in said[-1]
+        assert TuningFile(path).find(INFO, SHAPES) == CHOSEN
+
+
+def test_what_is_no_file_is_told(tmp_path: Path, said: list[str]) -> None:
+    assert not TuningFile(tmp_path, warn=said.append).find(INFO, SHAPES)
+    assert "it is no file" in said[0]
+
+
+def test_tune_says_at_once_that_nothing_could_be_kept(tmp_path: Path) -> None:
+    result = run("tune", "--device", "null", environment={"XINFER_TUNING": str(tmp_path)}, status=1)
+    assert f"{tmp_path} cannot be written (it is no file); name another file in XINFER_TUNING" in result.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 9, "entries": []}', b"\xff\x00", b"[" * 100_000])

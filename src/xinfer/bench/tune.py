@@ -57,6 +57,8 @@ def tune(
     if not sizes:
         raise RequestError(f"no --context leaves room for {behind} tokens more within the model's {most:,}; give less")
     room = max([*(n + behind for n in sizes), *(n + 1 for n in rows)])
+    file = TuningFile(warn=warn)
+    file.check()
     selector = _gpu(device)
     options = replace(options or ModelOptions(), context=room, tuning=False)
     with load_model(folder, options, device=selector, progress=progress) as loaded:
@@ -68,7 +70,6 @@ def tune(
         shapes = shapes_of(model.plan, exact=model.steps.exact)
         told = None if progress is None else (lambda done, of, at: progress("tune", done, of, at))
         result = Tuner(model, contexts=sizes, prompts=rows, n_tokens=N_TOKENS, tell=told).run()
-        file = TuningFile(warn=warn)
         file.keep(opened.info, shapes, result.tuning)
         return {
             "model": str(folder),

@@ -82,32 +82,32 @@ class _Handles:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._shared: dict[tuple[int, Version], int] = {}  # by process, for one that was forked off has its own
         self._holders: Counter[int] = Counter()
 
     def take(self, version: Version, make: Callable[[], int]) -> int:
         """A handle for this version."""
         key = os.getpid(), version
-        with self._lock:
+        with self.lock:
             if key not in self._shared:
                 self._shared[key] = make()
             self._holders[self._shared[key]] += 1
             return self._shared[key]
 
-    def give_back(self, handle: int) -> bool:
-        """Whether nobody holds it any more, so that it is to be destroyed."""
-        with self._lock:
+    def give_back(self, handle: int, destroy: Callable[[int], None]) -> None:
+        """Destroy it where nobody holds it any more."""
+        with self.lock:
             self._holders[handle] -= 1
             if self._holders[handle] > 0:
-                return False
+                return
             del self._holders[handle]
             self._forget(handle)
-            return True
+            destroy(handle)
 
     def forget(self, handle: int) -> None:
         """Whoever asks next gets another one."""
-        with self._lock:
+        with self.lock:
             self._forget(handle)
 
     def _forget(self, handle: int) -> None:
@@ -115,6 +115,10 @@ class _Handles:
 
 
 _HANDLES = _Handles()
+if hasattr(os, "register_at_fork"):  # a child would wait for ever for a lock in use, ours or the loader's own
+    os.register_at_fork(
+        before=_HANDLES.lock.acquire, after_in_parent=_HANDLES.lock.release, after_in_child=_HANDLES.lock.release
+    )
 
 
 class Instance:
@@ -142,8 +146,10 @@ class Instance:
         if self._messenger:
             self.vk.vkDestroyDebugUtilsMessengerEXT(self.handle, self._messenger, None)
         handle, self.handle = self.handle, None
-        if self.messages or _HANDLES.give_back(handle):
-            self.vk.vkDestroyInstance(handle, None)
+        if self.messages:
+            self._destroy(handle)
+        else:
+            _HANDLES.give_back(handle, self._destroy)
 
     def abandon(self) -> None:
         """Leave it as it is, for a device on it hangs: instances that are made from now on share nothing with it."""
@@ -164,6 +170,9 @@ class Instance:
         version = c_uint32()
         check(self.loader.vkEnumerateInstanceVersion(byref(version)), "vkEnumerateInstanceVersion")
         return unpack_version(version.value)
+
+    def _destroy(self, handle: int) -> None:
+        self.vk.vkDestroyInstance(handle, None)
 
     def _create(self) -> int:
         handle = c_void_p()
