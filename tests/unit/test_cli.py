@@ -117,6 +117,10 @@ def test_what_goes_wrong_is_one_message_and_exit_status_1(
         (("logits", "--tokens", "1,x", "--out", "a.npy"), "whole numbers"),
         (("logits", "--tokens", "1", "--out", "a.txt"), ".npy"),
         (("logits", "--tokens", "1", "--out", "."), ".npy"),
+        (("generate", "--device", "", "x"), "expected auto, cpu"),
+        (("generate", "--device", "vulkan:-1", "x"), "'-1' is no index"),
+        (("generate", "--device", "vulkan:", "x"), "'' is no index"),
+        (("generate", "--device", "d3d12:0:0", "x"), "'0:0' is no index"),
     ],
 )
 def test_a_value_that_cannot_be_meant_is_wrong_usage(
@@ -129,6 +133,12 @@ def test_a_value_that_cannot_be_meant_is_wrong_usage(
     assert says in " ".join(result.stderr.split())
     assert "no/such/folder" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_forms_of_devices_and_pictures_are_wrong_usage_everywhere() -> None:
+    for command in (("verify", "--against"), ("inspect", "--device"), ("doctor", "--device"), ("bench", "--device")):
+        assert "no index" in run(*command, "vulkan:x", status=2).stderr
+    assert ".png or .svg" in " ".join(run("bench", "--plot", "x.pdf", status=2).stderr.split())
 
 
 def test_who_leaves_while_help_is_printed_is_no_error() -> None:

@@ -34,6 +34,7 @@ def test_nobody_gets_it_by_name() -> None:
         ("cpu", "the CPU runs the reference itself"),
         ("vulkan:\N{SUPERSCRIPT TWO}", "is no index"),
         ("vulkan:" + "1" * 5000, "is no index"),
+        ("vulkan:", "is no index"),
     ],
 )
 def test_selectors_that_name_nothing(selector: str, message: str) -> None:

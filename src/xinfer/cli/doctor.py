@@ -19,7 +19,12 @@ def doctor(
     *,
     device: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="One adapter: vulkan:1, or part of its name.", show_default="every GPU"),
+        typer.Option(
+            metavar="DEVICE",
+            callback=options.checked_device,
+            help="One adapter: vulkan:1, or part of its name.",
+            show_default="every GPU",
+        ),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", metavar="", help="Longer contexts; whole shapes on software drivers too.")

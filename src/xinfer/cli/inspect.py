@@ -20,6 +20,7 @@ def inspect(
         str | None,
         typer.Option(
             metavar="DEVICE",
+            callback=options.checked_device,
             help="Predict memory, load time and speed on this GPU (auto, vulkan, ...) from measurements made now.",
             show_default="no prediction",
         ),

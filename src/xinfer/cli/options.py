@@ -15,6 +15,19 @@ if TYPE_CHECKING:
 CHECKPOINT = "the checkpoint's"  # where the default of a sampling value comes from
 LARGEST_SIZE = 2**63  # bytes: more than there is anywhere
 
+
+def checked_device(value: str | None) -> str | None:
+    """A name of a device, whose form is wrong usage where it can be none; whether there is one is seen later."""
+    if value is None:
+        return None
+    name, colon, number = value.strip().lower().partition(":")
+    if not name:
+        raise typer.BadParameter(f"{value!r}; expected auto, cpu, vulkan, d3d12 or part of an adapter's name")
+    if colon and name in ("vulkan", "d3d12") and not (number.isascii() and number.isdigit()):
+        raise typer.BadParameter(f"{value!r}; {number!r} is no index: expected {name}, {name}:0, {name}:1, ...")
+    return value
+
+
 Model = Annotated[
     str, typer.Option("--model", "-m", metavar="MODEL", help="Folder or hub name; 'demo' is the bundled model.")
 ]
@@ -22,7 +35,9 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Folder or h
 Device = Annotated[
     str,
     typer.Option(
-        metavar="DEVICE", help="auto, cpu, vulkan, vulkan:1, d3d12, or part of an adapter's name; see xinfer devices."
+        metavar="DEVICE",
+        callback=checked_device,
+        help="auto, cpu, vulkan, vulkan:1, d3d12, or part of an adapter's name; see xinfer devices.",
     ),
 ]
 Context = Annotated[

@@ -32,7 +32,11 @@ def verify(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option(metavar="DEVICE", help="A second device or API: the same there, and whose fault a difference is."),
+        typer.Option(
+            metavar="DEVICE",
+            callback=options.checked_device,
+            help="A second device or API: the same there, and whose fault a difference is.",
+        ),
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the report as one page, with a heat map.")

@@ -66,9 +66,9 @@ def choose_device(selector: str) -> api.DeviceInfo | None:
     Raises DeviceError where a selector other than "auto" fits no adapter.
     """
     wanted = selector.strip().lower()
-    name, _, number = wanted.partition(":")
+    name, colon, number = wanted.partition(":")
     if name in BACKENDS:
-        return _choose_from(name, number)
+        return _choose_from(name, number if colon else None)
     if not wanted:
         raise DeviceError("the name of the device is empty; expected auto, cpu, vulkan or part of an adapter's name")
     if wanted == "cpu":
@@ -131,19 +131,20 @@ def drivers_loading() -> Iterator[None]:
             give_back()
 
 
-def _choose_from(name: str, number: str) -> api.DeviceInfo:
+def _choose_from(name: str, number: str | None) -> api.DeviceInfo:
     try:
         devices = BACKENDS[name].list_devices()
     except DeviceError as error:
         reasons = "; ".join(BACKENDS[name].diagnose())
         raise DeviceError(f"{name} is not to be had: {reasons or error}") from error
-    if number and not (number.isascii() and number.isdigit() and len(number) < INDEX_DIGITS):
+    if number is not None and not (number.isascii() and number.isdigit() and len(number) < INDEX_DIGITS):
         raise DeviceError(f"{number!r} is no index; a device is selected as {name}, {name}:0, {name}:1, ...")
-    if number:
+    if number is not None:
         devices = [device for device in devices if device.index == int(number)]
     chosen = best(devices)
     if chosen is None:
-        raise DeviceError(f"there is no device {name}{':' if number else ''}{number}; {_what_there_is()}")
+        wanted = name if number is None else f"{name}:{number}"
+        raise DeviceError(f"there is no device {wanted}; {_what_there_is()}")
     return chosen
 
 
