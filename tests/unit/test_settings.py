@@ -1,5 +1,7 @@
 """Which value holds, and who said so."""
 
+from typing import Any
+
 import pytest
 
 from xinfer.model.config import GenerationConfig, Qwen2Config
@@ -69,3 +71,29 @@ def test_zero_is_a_value_and_not_an_absence() -> None:
 def test_max_tokens_may_come_from_the_checkpoint() -> None:
     assert resolve_settings(SamplingParams(), generation(max_new_tokens=33), CONFIG).params.max_tokens == 33
     assert resolve_settings(SamplingParams(), None, CONFIG).params.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "file", "why"),
+    [
+        ({"speculate": 0}, {"repetition_penalty": 1.05}, None),
+        ({}, {}, None),
+        (
+            {},
+            {"repetition_penalty": 1.05},
+            "repetition_penalty is 1.05 (generation_config.json), and would",
+        ),
+        ({"repetition_penalty": 1.0}, {"repetition_penalty": 1.05}, None),
+        ({}, {"do_sample": True, "temperature": 0.7}, "temperature is 0.7 (generation_config.json)"),
+        ({"frequency_penalty": 0.5}, {}, "frequency_penalty is 0.5 (request)"),
+        ({"logprobs": 0}, {}, "logprobs are asked for"),
+        ({"logit_bias": {3: 1.0}}, {}, "a logit_bias is given"),
+    ],
+)
+def test_why_nothing_is_guessed(asked: dict[str, Any], file: dict[str, Any], why: str | None) -> None:
+    settings = resolve_settings(SamplingParams(**{"speculate": 7, **asked}), generation(**file), CONFIG)
+    found = settings.why_no_guesses(on_cpu=False)
+    assert (found or "").startswith(why or "")
+    assert (found is None) == (why is None)
+    on_cpu = settings.why_no_guesses(on_cpu=True)
+    assert (on_cpu is not None) == (settings.params.speculate > 0)
