@@ -273,7 +273,7 @@ def test_too_little_memory_is_said_before_anything_is_read(
         free = plan.weights + plan.workspace + plan.cache(20_000)
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=free, ours=0))
         monkeypatch.setattr(ModelWeights, "read_span", lambda *_: pytest.fail("read before asking for memory"))
-        with pytest.raises(OutOfMemoryError, match="a context of 20,000 tokens would fit") as caught:
+        with pytest.raises(OutOfMemoryError, match="a shorter context, of which 20,000 tokens would fit") as caught:
             QwenModel.load(weights, device, ModelOptions(context=90_000, mode="resident"))
         assert caught.value.missing == plan.cache(90_000) - plan.cache(20_000)
         assert "weights" in str(caught.value)

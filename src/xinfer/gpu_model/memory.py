@@ -176,9 +176,9 @@ def _too_little(plan: MemoryPlan, device: Device, options: ModelOptions) -> OutO
     fits = min(plan.largest_context(status.free - plan.weights - plan.workspace), plan.config.max_context)
     stream = "" if plan.split.streamed else "let layers be streamed (mode 'auto'), or "
     advice = stream + (
-        f"a context of {fits:,} tokens would fit: --context {fits}"
+        f"take a shorter context, of which {fits:,} tokens would fit: --context {fits}"
         if fits >= FIRST_TOKENS
-        else "no context would fit: use a smaller model, another device, or --device cpu"
+        else "use a smaller model, another device, or --device cpu, for no context would fit as it is"
     )
     if options.vram_budget is not None:
         enough = f"{-(-needed // 10**6)}MB"  # rounded up, and as the option takes it
@@ -195,4 +195,4 @@ def _too_little(plan: MemoryPlan, device: Device, options: ModelOptions) -> OutO
 
 
 def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.1f} MB"
+    return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.1f} MB"
