@@ -278,7 +278,7 @@ def test_too_little_memory_is_said_before_anything_is_read(
         assert caught.value.missing == plan.cache(90_000) - plan.cache(20_000)
         assert "weights" in str(caught.value)
         monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=2 * free, used=2 * free - 1000, ours=0))
-        assert "let layers be streamed (mode 'auto'), or a context of 20,000" in str(caught.value)
+        assert "let layers be streamed (mode 'auto'), or take a shorter context, of which 20,000" in str(caught.value)
         with pytest.raises(OutOfMemoryError, match="no context would fit") as caught:
             QwenModel.load(weights, device)
         assert "let layers be streamed" not in str(caught.value), "they were, and that was not enough"
