@@ -339,6 +339,25 @@ def test_ctrl_c_ends_generate_with_status_130(folder: Path) -> None:
     assert b"stopped" in errors  # the statistics of what there was
 
 
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, TERMINATED)])
+def test_an_answer_that_a_signal_ends_is_json_all_the_same(folder: Path, number: int, status: int) -> None:
+    options = ("--model", str(folder), "--ignore-eos", "--max-tokens", "2000", "--json", "--stream")
+    with subprocess.Popen(
+        [sys.executable, "-m", "xinfer", "generate", *options, "x"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_interrupts,
+    ) as process:
+        assert process.stdout is not None
+        first = json.loads(process.stdout.readline())
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    whole = json.loads(output.splitlines()[-1])
+    assert whole["finish_reason"] == "stopped"
+    assert whole["token_ids"][0] == first["token_id"]
+
+
 def test_ctrl_c_in_chat_stops_the_answer_and_not_the_program(folder: Path, terminal: Callable[..., Terminal]) -> None:
     chat = terminal(sys.executable, "-m", "xinfer", "chat", "--model", str(folder), "--temperature", "0")
     chat.wait_for(b"> ")
