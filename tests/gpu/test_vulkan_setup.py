@@ -362,7 +362,7 @@ def test_a_device_that_hangs_is_left_its_instance(created: list[int]) -> None:
 
 
 def test_opening_a_device_loads_the_drivers_once(created: list[int]) -> None:
-    with gpu.drivers_loading():
+    with gpu.drivers_loading("vulkan"):
         device = gpu.open_device("vulkan")
         assert device is not None
         device.close()
@@ -371,6 +371,9 @@ def test_opening_a_device_loads_the_drivers_once(created: list[int]) -> None:
     assert device is not None
     device.close()
     assert len(created) == 2
+    for selector in ("cpu", "D3D12", "d3d12:1"):
+        with gpu.drivers_loading(selector):
+            assert len(created) == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -417,7 +420,7 @@ def test_drivers_that_cannot_be_loaded_are_told_where_a_device_is_asked_for(monk
 
     monkeypatch.setattr(vulkan, "hold_driver", fail)
     monkeypatch.setattr(native, "load_vulkan", fail)
-    with gpu.drivers_loading(), pytest.raises(DeviceError, match="vulkan is not to be had"):
+    with gpu.drivers_loading("vulkan"), pytest.raises(DeviceError, match="vulkan is not to be had"):
         gpu.open_device("vulkan")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,13 +34,9 @@ def load(model: str, device: str, options: ModelOptions, *, canary: bool = False
 
 
 def _opened(model: str, device: str, options: ModelOptions, canary: bool, progress: Progress | None) -> LLM:
-    if device.strip().lower() == "cpu":
-        drivers: AbstractContextManager[None] = nullcontext()
-    else:
-        from xinfer import gpu
+    from xinfer import gpu
 
-        drivers = gpu.drivers_loading()
-    with drivers:  # beside half a second of imports
+    with gpu.drivers_loading(device):  # beside half a second of imports
         from xinfer.llm import LLM
 
         return LLM(model, options, device=device, canary=canary, progress=progress)

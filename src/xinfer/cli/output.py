@@ -30,7 +30,7 @@ class Form(enum.Enum):
 
     @classmethod
     def chosen(cls, as_json: bool, stream: bool) -> Form:
-        """What --json and --stream ask for; text streams by itself. Raises typer.BadParameter for one without other."""
+        """What --json and --stream ask for; text streams by itself, and --stream without --json is wrong usage."""
         if not as_json and stream:
             raise typer.BadParameter("text streams by itself; add --json for an object a token", param_hint="--stream")
         if not as_json:

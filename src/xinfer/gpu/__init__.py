@@ -101,7 +101,7 @@ def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -
 
     Raises DeviceError where there is no such adapter, or it cannot be opened.
     """
-    with drivers_loading():
+    with drivers_loading(selector):
         info = choose_device(selector)
         if info is None:
             return None
@@ -110,11 +110,15 @@ def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -
 
 
 @contextmanager
-def drivers_loading() -> Iterator[None]:
+def drivers_loading(selector: str) -> Iterator[None]:
     """Load the Vulkan drivers, in a thread, and keep them: who opens a device within waits for what is left of it.
 
-    Drivers go with the last device that uses them, and take up to half a second to come back. Direct3D 12's stay.
+    Drivers go with the last device that uses them, and take up to half a second to come back; Direct3D 12's stay.
+    Nothing is loaded where `selector` needs none of them.
     """
+    if selector.strip().lower().partition(":")[0] in ("cpu", "d3d12"):
+        yield
+        return
     held: list[Callable[[], None]] = []
 
     def load() -> None:

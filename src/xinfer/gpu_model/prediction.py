@@ -183,7 +183,7 @@ class _Probe:
         self.n = max(1, min(n_layers, max(2, -(-sample // plan.layout.slot_bytes)), room))
         self._in_place = device.info.kind in ("integrated", "cpu")
         self._many = -(-SAMPLE // plan.layout.slot_bytes)  # layers to time reading with, where memory is written once
-        self._spare = max(0, min(self._many, n_layers, room) - self.n)
+        self._spare = max(0, min(self._many, n_layers, room) - self.n) if self._in_place else 0
         self._weights = weights
         self._part = weights.first_layers(self.n)
         self._layout = WeightsLayout(self._part)
@@ -198,20 +198,19 @@ class _Probe:
         The first layers are read, and others for a while, when the memory that they come through is there. Where the
         host writes the device's memory itself, new memory is slower than memory written before: others get their own.
         """
-        buffers, split = self._loaded.buffers, self._plan.split
+        split = self._plan.split
         with Loader(self._device, self._weights) as loader, ExitStack() as given_back:
-            if self._in_place:
-                spare = [self._device.create_buffer(self._layout.slot_bytes, label="spare") for _ in range(self._spare)]
-                for buffer in spare:
-                    given_back.callback(buffer.release)
-                buffers = [*buffers[: self.n], *spare]
+            spare = [self._device.create_buffer(self._layout.slot_bytes, label="spare") for _ in range(self._spare)]
+            for buffer in spare:
+                given_back.callback(buffer.release)
+            buffers = [*self._loaded.buffers, *spare]
             layers = [
                 [(place, buffers[i % len(buffers)]) for place in layer.places]
                 for i, layer in enumerate(WeightsLayout(self._weights).layers)
             ]
             first, others = layers[: self.n], layers[self.n :] or layers
             if self._in_place:
-                others = layers[self.n : len(buffers)] or first
+                others = layers[self.n :][: len(spare)] or first
             n_first, seconds = _timed_load(loader, [[*chain(*first)]])
             n_more, more = (n_first, seconds) if others is first else _timed_load(loader, [[*chain(*others)]])
             speed = again = n_more / more

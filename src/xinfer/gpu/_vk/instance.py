@@ -82,7 +82,7 @@ class _Handles:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # held around all that is done with the loader and an instance of its own
         self._shared: dict[tuple[int, Version], int] = {}  # by process, for one that was forked off has its own
         self._holders: Counter[int] = Counter()
 
@@ -128,13 +128,14 @@ class Instance:
     """
 
     def __init__(self, *, debug: bool = False, newest: Version = NEWEST) -> None:
-        self.loader = native.load_vulkan()
-        self.version = min(self._loader_version(), newest)
-        if self.version < (1, 1):
-            raise DeviceError("the Vulkan loader is of version 1.0; xinfer needs 1.1: update it")
         self.messages = DebugMessages() if debug else None
-        self.handle: int | None = self._create() if debug else _HANDLES.take(self.version, self._create)
-        self.vk = self.loader.level("vkGetInstanceProcAddr", self.handle)
+        with _HANDLES.lock:
+            self.loader = native.load_vulkan()
+            self.version = min(self._loader_version(), newest)
+            if self.version < (1, 1):
+                raise DeviceError("the Vulkan loader is of version 1.0; xinfer needs 1.1: update it")
+            self.handle: int | None = self._create() if debug else _HANDLES.take(self.version, self._create)
+            self.vk = self.loader.level("vkGetInstanceProcAddr", self.handle)
         self._messenger = 0
         if self.messages:
             self._messenger = self._create_messenger(self.messages)
