@@ -57,9 +57,10 @@ def predict_model(
     """
     options = options or ModelOptions()
     context = options.context
-    opened = None if device.strip().lower() == "cpu" else gpu.open_device(device)
+    on_cpu = device.strip().lower() == "cpu"
+    opened = None if on_cpu else gpu.open_device(device)
     if opened is None:
-        why = "" if device.strip().lower() == "cpu" else f" here ({gpu.why_no_gpu()})"
+        why = "" if on_cpu else f" here ({gpu.why_no_gpu()})"
         raise DeviceError(
             f"device {device!r} is the CPU{why}, and a prediction is for GPUs: leave --device out, or name one of "
             "those that xinfer devices lists, such as vulkan"

@@ -20,7 +20,7 @@ from typing import Any
 
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.api import DeviceInfo
-from xinfer.state_files import alone, entries_of, set_aside, write_whole
+from xinfer.state_files import alone, entries_of, once, set_aside, write_whole
 
 PATH_VARIABLE = "XINFER_QUARANTINE"  # another file than `quarantine_path` would give
 VERSION = 1
@@ -70,14 +70,7 @@ class Quarantine:
     def __init__(self, path: Path | None = None, *, warn: Warn | None = None) -> None:
         self.path = path or quarantine_path()
         self._named = path is None and bool(os.environ.get(PATH_VARIABLE))  # by the user, who may name anything
-        self._told: set[str] = set()
-        self._tell = warn or (lambda _: None)
-
-    def _warn(self, text: str) -> None:
-        """Once, however often the file is read."""
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
+        self._warn = once(warn)
 
     def entries(self) -> list[Entry]:
         """What failed, on every adapter."""

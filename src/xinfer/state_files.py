@@ -7,7 +7,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,18 @@ def entries_of(data: bytes, version: int) -> list[Any]:
         raise ValueError(f"its version is {content.get('version')!r}; expected {version}")
     entries: list[Any] = content["entries"]
     return entries
+
+
+def once(tell: Callable[[str], None] | None) -> Callable[[str], None]:
+    """Tells each text once, however often a file is read; nobody where there is nobody to tell."""
+    told: set[str] = set()
+
+    def warn(text: str) -> None:
+        if tell is not None and text not in told:
+            told.add(text)
+            tell(text)
+
+    return warn
 
 
 def set_aside(path: Path) -> Path:

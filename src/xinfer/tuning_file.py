@@ -22,7 +22,7 @@ from xinfer.gpu_model.memory import MemoryPlan
 from xinfer.gpu_model.tuning import Tuning
 from xinfer.quarantine import Driver
 from xinfer.shaders.catalog import variants
-from xinfer.state_files import alone, entries_of, set_aside, write_whole
+from xinfer.state_files import alone, entries_of, once, set_aside, write_whole
 
 PATH_VARIABLE = "XINFER_TUNING"  # another file than `tuning_path` would give
 VERSION = 1
@@ -87,8 +87,7 @@ class TuningFile:
 
     def __init__(self, path: Path | None = None, *, warn: Warn | None = None) -> None:
         self.path = path or tuning_path()
-        self._tell = warn or (lambda _: None)
-        self._told: set[str] = set()
+        self._warn = once(warn)
 
     def find(self, info: DeviceInfo, shapes: Shapes) -> Tuning:
         """What to use on a device for these shapes; empty where nothing is known."""
@@ -133,9 +132,11 @@ class TuningFile:
             with alone(self.path):
                 try:
                     before, strange = self._read()
-                except (ValueError, RecursionError):
+                except (ValueError, RecursionError) as error:
                     before, strange = [], []
-                    if added:
+                    if not added:
+                        self._warn_of_all(str(error))
+                    else:
                         self._warn(f"{self.path} is kept as {set_aside(self.path).name}, for it cannot be read")
                 kept = [entry for entry in before if not dropped(entry)]
                 if added or len(kept) < len(before):
@@ -162,11 +163,14 @@ class TuningFile:
                     "another version of xinfer may have written them"
                 )
             return entries
+        self._warn_of_all(reason)
+        return []
+
+    def _warn_of_all(self, reason: str) -> None:
         self._warn(
             f"the choices of `xinfer tune` in {self.path} cannot be read ({reason}); kernels are chosen by rule, "
             "until it is run again"
         )
-        return []
 
     def _read(self) -> tuple[list[Entry], list[Any]]:
         """The entries, and what stands among them and is none. Raises ValueError and OSError for the whole file."""
@@ -180,11 +184,6 @@ class TuningFile:
             raise ValueError(f"it is longer than {LARGEST >> 20} MiB")
         read = [(_entry(item), item) for item in entries_of(data, VERSION)]
         return [entry for entry, _ in read if entry], [item for entry, item in read if not entry]
-
-    def _warn(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
-            self._tell(text)
 
 
 def tuning_path() -> Path | None:

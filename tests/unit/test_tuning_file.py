@@ -108,7 +108,8 @@ def test_a_file_that_is_not_understood_is_kept_under_another_name(tmp_path: Path
     path = tmp_path / "k.json"
     for n, content in enumerate((b'{"version": 9, "entries": [1, 2]}', b"{", b" " * (LARGEST + 1))):
         path.write_bytes(content)
-        assert TuningFile(path).forget(INFO, SHAPES) == 0
+        assert TuningFile(path, warn=said.append).forget(INFO, SHAPES) == 0
+        assert "cannot be read" in said[-1]
         assert path.read_bytes() == content
         TuningFile(path, warn=said.append).keep(INFO, SHAPES, CHOSEN)
         aside = f"k.json.damaged{f'-{n}' if n else ''}"

@@ -65,7 +65,7 @@ def bench(
     if plot is not None:
         if plot.suffix.lower() not in FORMS:
             raise typer.BadParameter(f"{plot}; expected a name that ends with .png or .svg", param_hint="--plot")
-        check_plot(plot)
+        check_plot()
         check_target(plot, "--plot")
     with progress_bars(quiet=as_json, first="bench") as progress:
         report = run(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from xinfer.errors import RequestError
+from xinfer.errors import DeviceError, RequestError
 
 if TYPE_CHECKING:
     from xinfer.gpu_model import ModelOptions
@@ -20,11 +20,12 @@ def checked_device(value: str | None) -> str | None:
     """A name of a device, whose form is wrong usage where it can be none; whether there is one is seen later."""
     if value is None:
         return None
-    name, colon, number = value.strip().lower().partition(":")
-    if not name:
-        raise typer.BadParameter(f"{value!r}; expected auto, cpu, vulkan, d3d12 or part of an adapter's name")
-    if colon and name in ("vulkan", "d3d12") and not (number.isascii() and number.isdigit()):
-        raise typer.BadParameter(f"{value!r}; {number!r} is no index: expected {name}, {name}:0, {name}:1, ...")
+    from xinfer import gpu
+
+    try:
+        gpu.parse_selector(value)
+    except DeviceError as error:
+        raise typer.BadParameter(str(error)) from None
     return value
 
 

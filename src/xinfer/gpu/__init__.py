@@ -60,17 +60,30 @@ def why_no_gpu() -> str:
     return "; ".join(lines[0] for lines in diagnose().values()) or "none of the adapters is a GPU of its own"
 
 
+def parse_selector(selector: str) -> tuple[str, int | None]:
+    """An API and the index behind it, if there is one; or another selector in small letters.
+
+    Raises DeviceError for a form that can mean nothing. Whether there is such an adapter is not looked at.
+    """
+    wanted = selector.strip().lower()
+    name, colon, number = wanted.partition(":")
+    if not wanted:
+        raise DeviceError("the name of the device is empty; expected auto, cpu, vulkan or part of an adapter's name")
+    if name not in BACKENDS or not colon:
+        return wanted, None
+    if not (number.isascii() and number.isdigit() and len(number) < INDEX_DIGITS):
+        raise DeviceError(f"{number!r} is no index; a device is selected as {name}, {name}:0, {name}:1, ...")
+    return name, int(number)
+
+
 def choose_device(selector: str) -> api.DeviceInfo | None:
     """The adapter that `selector` means; None where "auto" finds no GPU, but at most a software driver.
 
     Raises DeviceError where a selector other than "auto" fits no adapter.
     """
-    wanted = selector.strip().lower()
-    name, colon, number = wanted.partition(":")
-    if name in BACKENDS:
-        return _choose_from(name, number if colon else None)
-    if not wanted:
-        raise DeviceError("the name of the device is empty; expected auto, cpu, vulkan or part of an adapter's name")
+    wanted, index = parse_selector(selector)
+    if wanted in BACKENDS:
+        return _choose_from(wanted, index)
     if wanted == "cpu":
         raise DeviceError("the CPU runs the reference itself: there is nothing to hold against it; name a GPU")
     devices = list_devices()
@@ -116,7 +129,7 @@ def drivers_loading(selector: str) -> Iterator[None]:
     Drivers go with the last device that uses them, and take up to half a second to come back; Direct3D 12's stay.
     Nothing is loaded where `selector` needs none of them.
     """
-    if selector.strip().lower().partition(":")[0] in ("cpu", "d3d12"):
+    if parse_selector(selector)[0] in ("cpu", "d3d12"):
         yield
         return
     held: list[Callable[[], None]] = []
@@ -135,19 +148,17 @@ def drivers_loading(selector: str) -> Iterator[None]:
             give_back()
 
 
-def _choose_from(name: str, number: str | None) -> api.DeviceInfo:
+def _choose_from(name: str, index: int | None) -> api.DeviceInfo:
     try:
         devices = BACKENDS[name].list_devices()
     except DeviceError as error:
         reasons = "; ".join(BACKENDS[name].diagnose())
         raise DeviceError(f"{name} is not to be had: {reasons or error}") from error
-    if number is not None and not (number.isascii() and number.isdigit() and len(number) < INDEX_DIGITS):
-        raise DeviceError(f"{number!r} is no index; a device is selected as {name}, {name}:0, {name}:1, ...")
-    if number is not None:
-        devices = [device for device in devices if device.index == int(number)]
+    if index is not None:
+        devices = [device for device in devices if device.index == index]
     chosen = best(devices)
     if chosen is None:
-        wanted = name if number is None else f"{name}:{number}"
+        wanted = name if index is None else f"{name}:{index}"
         raise DeviceError(f"there is no device {wanted}; {_what_there_is()}")
     return chosen
 
