@@ -69,6 +69,11 @@ class Parts:
         """Seconds since the process was started."""
         return time.time() - self.began
 
+    def note(self, what: str, begin: float) -> None:
+        """A part that ends now."""
+        aside = threading.current_thread() is not threading.main_thread()
+        self.found.append({"what": what, "begin": begin, "end": self.now(), "aside": aside})
+
     def watch(self, owner: Any, name: str, what: str) -> None:
         """Note each call of a function or method of `owner`."""
         method = getattr(owner, name)
@@ -80,8 +85,7 @@ class Parts:
             try:
                 return inner(*arguments, **options)
             finally:
-                aside = threading.current_thread() is not threading.main_thread()
-                self.found.append({"what": what, "begin": begin, "end": self.now(), "aside": aside})
+                self.note(what, begin)
 
         setattr(owner, name, classmethod(timed) if hasattr(method, "__func__") else timed)
 
@@ -89,16 +93,39 @@ class Parts:
 def child(arguments: list[str]) -> None:
     """Run the command, and print the parts to stderr when the first token has come."""
     parts = Parts()
-    parts.found.append({"what": "Python itself", "begin": 0.0, "end": parts.now(), "aside": False})
+    parts.note("Python itself", 0.0)
     begin = parts.now()
-    from xinfer import checkpoint, gpu, llm
     from xinfer.cli import app, loading
+
+    parts.note("the command line's imports", begin)
+    opened = loading._opened
+
+    def opened_and_watched(model: str, device: str, *others: Any) -> Any:
+        """In the order of `_opened` itself: what the drivers do beside the imports has to stay beside them."""
+        begin = parts.now()
+        from xinfer import gpu
+        from xinfer.gpu import vulkan
+
+        parts.watch(vulkan, "hold_driver", "driver loaded")
+        with gpu.drivers_loading(device):
+            from xinfer import llm
+
+            parts.note("the model's imports", begin)
+            watch(parts, llm)
+            return opened(model, device, *others)
+
+    loading._opened = opened_and_watched  # type: ignore[assignment]
+    sys.argv = ["xinfer", *arguments]
+    app.main()
+
+
+def watch(parts: Parts, llm: Any) -> None:
+    """Note what is done from here on, until the first token comes."""
+    from xinfer import checkpoint, gpu
     from xinfer.gpu_model import QwenModel, steps, weights
     from xinfer.ops import KernelSet
     from xinfer.tokenizer import Tokenizer
 
-    parts.found.append({"what": "imports", "begin": begin, "end": parts.now(), "aside": False})
-    assert loading
     if os.environ[SERIAL] == "1":
         checkpoint.AT_ONCE_S = 60.0
     parts.watch(Tokenizer, "from_folder", "tokenizer")
@@ -109,17 +136,14 @@ def child(arguments: list[str]) -> None:
     parts.watch(llm.LLM, "chosen", "speed told")
     parts.watch(QwenModel, "extend", "prompt")
     parts.watch(QwenModel, "forward", "prompt")
-    following = llm.Stream.__next__
 
-    def first(self: Any) -> Any:
-        chunk = following(self)
+    def first(_stream: Any) -> Any:
+        following(_stream)
         print(json.dumps({"first_token": parts.now(), "parts": parts.found}), file=sys.stderr, flush=True)
         raise SystemExit(0)
-        return chunk
 
-    llm.Stream.__next__ = first  # type: ignore[method-assign]
-    sys.argv = ["xinfer", *arguments]
-    app.main()
+    following = llm.Stream.__next__
+    llm.Stream.__next__ = first
 
 
 # --- who starts it ----------------------------------------------------------------------------------------------------

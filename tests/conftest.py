@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,14 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session", autouse=True)
 def _quarantines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What the user's own `xinfer doctor` and `xinfer tune` found is no part of a test."""
+    """What the user's own `xinfer doctor` and `xinfer tune` found is no part of a test, nor what is in their caches."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XINFER_QUARANTINE", str(folder / "quarantine.json"))
         patch.setenv("XINFER_TUNING", str(folder / "tuning.json"))
+        cache = os.environ.get("XINFER_TEST_CACHE") or str(folder / "cache")
+        patch.setenv("XDG_CACHE_HOME", cache)
+        patch.setenv("LOCALAPPDATA", cache)
         yield folder
 
 

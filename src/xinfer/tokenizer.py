@@ -20,16 +20,15 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xinfer.errors import RequestError, TokenizerError
-from xinfer.tokenizer_files import guarded, read_folder, walk
+from xinfer.tokenizer_files import guarded, is_without_gaps, read_folder, walk
 
 MOST_NFC_SHRINKS = 4  # bytes of UTF-8 that NFC makes one of, at most: 7 to 2 in U+1FBE U+0308 U+0301
 
 
-def _ids_of(backend: tokenizers.Tokenizer) -> NDArray[np.int64]:
+def _ids_of(backend: tokenizers.Tokenizer, *, without_gaps: bool) -> NDArray[np.int64]:
     """Every id, in order. A vocabulary without gaps, as nearly all are, is not copied for that."""
-    size = backend.get_vocab_size(with_added_tokens=True)
-    if all(backend.id_to_token(i) is not None for i in range(size)):
-        return np.arange(size, dtype=np.int64)
+    if without_gaps or is_without_gaps(backend):
+        return np.arange(backend.get_vocab_size(with_added_tokens=True), dtype=np.int64)
     return np.array(sorted(set(backend.get_vocab(with_added_tokens=True).values())), dtype=np.int64)
 
 
@@ -41,7 +40,13 @@ class Tokenizer:
         special_tokens: What templates see: `bos_token`, `eos_token`, `pad_token` and so on, each a string.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        without_gaps: bool = False,
+    ) -> None:
         # transformers cuts and pads only when asked to, whatever the file says.
         backend.no_truncation()
         backend.no_padding()
@@ -50,7 +55,7 @@ class Tokenizer:
             backend.model._resize_cache(0)
         self._backend = backend
         self.special_tokens = dict(special_tokens or {})
-        self._ids = _ids_of(backend)
+        self._ids = _ids_of(backend, without_gaps=without_gaps)
         if not self._ids.size:
             raise TokenizerError("the tokenizer has no tokens; expected a vocabulary: take the file from the original")
         self.size = int(self._ids[-1]) + 1
@@ -63,8 +68,8 @@ class Tokenizer:
 
         That is tokenizer.json, or vocab.json with merges.txt (Qwen's first form), and tokenizer_config.json.
         """
-        backend, special_tokens = read_folder(Path(path))
-        return cls(backend, special_tokens=special_tokens)
+        found = read_folder(Path(path))
+        return cls(found.backend, special_tokens=found.special_tokens, without_gaps=found.without_gaps)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -1,23 +1,28 @@
 """A checkpoint's tokenizer files: read, checked, and put together.
 
 They are checked before the `tokenizers` library sees them, because some broken ones make it panic or ask for gigabytes.
+That takes as long as the library needs itself, so the cache of files remembers what has been found right.
 The files beside tokenizer.json have the meaning that transformers gives them.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from xinfer import files
+from xinfer import cache_files, files, patterns
 from xinfer.errors import RequestError, TokenizerError
 from xinfer.patterns import PatternError, check_pattern
 
 T = TypeVar("T")
+
+RIGHT = b"xinfer tokenizer 1\n"
 
 MAX_FILE_BYTES = 64 * 2**20  # Qwen's largest tokenizer.json is 20 MB
 MAX_CONFIG_BYTES = 4 * 2**20  # of the files beside it, which have some thousands
@@ -50,8 +55,17 @@ _FLAGS = ("add_bos_token", "add_eos_token")  # settings, though they are called 
 _NESTED = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
-def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
-    """The library's tokenizer and the names of special tokens.
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """What a folder holds: the library's tokenizer, and its named special tokens."""
+
+    backend: tokenizers.Tokenizer
+    special_tokens: dict[str, str]
+    without_gaps: bool = False  # whether the ids are known to be all from 0 to the last one
+
+
+def read_folder(folder: Path) -> TokenizerFiles:
+    """What a folder holds.
 
     From tokenizer.json, or vocab.json with merges.txt (Qwen's first form), and tokenizer_config.json.
     """
@@ -59,13 +73,21 @@ def read_folder(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     config = _optional_json(config_file)
     if files.is_there(folder / "tokenizer.json"):
         file = folder / "tokenizer.json"
-        backend = guarded(lambda: _from_json(file), file)
+        backend, without_gaps = guarded(lambda: _from_json(file), file)
     elif files.is_there(folder / "vocab.json") and files.is_there(folder / "merges.txt"):
         file = folder / "vocab.json"
-        backend = guarded(lambda: _from_vocab_and_merges(folder), file)
+        backend, without_gaps = guarded(lambda: _from_vocab_and_merges(folder), file), False
     else:
         raise TokenizerError(_missing(folder))
-    return backend, guarded(lambda: _apply_config(backend, config, folder), config_file)
+    special_tokens = guarded(lambda: _apply_config(backend, config, folder), config_file)
+    last = backend.get_vocab_size(with_added_tokens=True) - 1  # tokens that were added stand behind the others
+    return TokenizerFiles(backend, special_tokens, without_gaps and backend.id_to_token(last) is not None)
+
+
+def is_without_gaps(backend: tokenizers.Tokenizer) -> bool:
+    """Whether the ids are all from 0 to the last one."""
+    size = backend.get_vocab_size(with_added_tokens=True)
+    return all(backend.id_to_token(i) is not None for i in range(size))
 
 
 def walk(part: Any) -> Iterator[dict[str, Any]]:
@@ -119,15 +141,39 @@ def _missing(folder: Path) -> str:
     )
 
 
-def _from_json(file: Path) -> tokenizers.Tokenizer:
+def _from_json(file: Path) -> tuple[tokenizers.Tokenizer, bool]:
+    """The tokenizer, and whether its ids are known to be without gaps."""
     stored = files.read_bytes(file, error=TokenizerError, max_bytes=MAX_FILE_BYTES)
+    record = _record(stored)
+    if cache_files.read(record, RIGHT, 0) is not None:
+        return tokenizers.Tokenizer.from_buffer(stored), True
     data = _parsed(stored, file)
     _check_parts(data, file)
     _check_model(data.get("model"), file)
     backend = tokenizers.Tokenizer.from_buffer(stored)
     for token in data.get("added_tokens") or ():
         _check_id(backend, token["content"], token["id"], file)
-    return backend
+    if without_gaps := is_without_gaps(backend):
+        cache_files.write(record, RIGHT, b"")
+    return backend, without_gaps
+
+
+def _record(stored: bytes) -> Path | None:
+    """Where it is remembered that a tokenizer.json is right and its ids are without gaps; None where it cannot be.
+
+    It holds for these bytes, these checks and this version of the library.
+    """
+    folder = cache_files.cache_folder("tokenizers")
+    if folder is None:
+        return None
+    try:
+        checks = [Path(file).read_bytes() for file in (__file__, str(patterns.__file__))]
+    except OSError:
+        return None
+    identity = hashlib.sha256()
+    for part in (tokenizers.__version__.encode(), *checks, stored):
+        identity.update(hashlib.sha256(part).digest())
+    return folder / identity.hexdigest()
 
 
 def _check_parts(data: dict[str, Any], file: Path) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xinfer import gpu, shaders
+from xinfer import shaders
+from xinfer.cache_files import cache_folder
 from xinfer.errors import DeviceError
 from xinfer.gpu.api import DeviceInfo
 from xinfer.gpu_model.memory import MemoryPlan
@@ -191,7 +192,7 @@ def tuning_path() -> Path | None:
     named = os.environ.get(PATH_VARIABLE)
     if named:
         return Path(named)
-    folder = gpu.cache_folder("tuning")
+    folder = cache_folder("tuning")
     return folder / "kernels.json" if folder else None
 
 

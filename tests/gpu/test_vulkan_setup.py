@@ -22,8 +22,9 @@ from tests.gpu.conftest import PYTHONPATH
 
 import build_shaders
 from xinfer import gpu
+from xinfer.cache_files import cache_folder
 from xinfer.errors import DeviceError
-from xinfer.gpu import _disk, _probe, native, null, vulkan
+from xinfer.gpu import _probe, native, null, vulkan
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk import cache
 from xinfer.gpu._vk.instance import Instance, _Handles
@@ -459,7 +460,7 @@ def test_pipelines_are_kept_on_disk(open_vulkan: OpenVulkan, cache_home: Path) -
     assert cache_files(cache_home) == []  # nothing was made
     assert use_kernel(open_vulkan) == b""
     (file,) = cache_files(cache_home)
-    assert file.parent == _disk.cache_folder("pipelines")
+    assert file.parent == cache_folder("pipelines")
     data = file.read_bytes()[len(cache.MAGIC) + 32 :]
     assert use_kernel(open_vulkan) == data
     assert cache_files(cache_home) == [file]
@@ -553,10 +554,10 @@ def test_the_cache_folder_of_each_platform(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("HOME", "/h")
     for platform, folder in (("linux", "/x"), ("win32", "/l"), ("darwin", "/h/Library/Caches")):
         monkeypatch.setattr("sys.platform", platform)
-        assert _disk.cache_folder("pipelines") == Path(folder) / "xinfer" / "pipelines"
+        assert cache_folder("pipelines") == Path(folder) / "xinfer" / "pipelines"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr("sys.platform", "linux")
-    assert _disk.cache_folder("pipelines") == Path("/h/.cache/xinfer/pipelines")
+    assert cache_folder("pipelines") == Path("/h/.cache/xinfer/pipelines")
 
 
 def test_cache_files_are_private(open_vulkan: OpenVulkan, cache_home: Path) -> None:

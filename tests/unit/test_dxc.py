@@ -159,7 +159,7 @@ def test_the_sources_know_who_compiles_them(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(source.defines)
         return b"code"
 
-    monkeypatch.setattr("xinfer.gpu._disk.cache_folder", lambda _name: None)
+    monkeypatch.setattr("xinfer.cache_files.cache_folder", lambda _name: None)
     monkeypatch.setattr(compiler, "_d3d_compile", note)
     for windows in (True, False):
         Compiler(FakeRuntime({}, windows=windows)).compile(SOURCE, "main")

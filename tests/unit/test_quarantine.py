@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from tests.unit.cli_run import run
 
-from xinfer import quarantine, state_files
+from xinfer import cache_files, quarantine, state_files
 from xinfer.errors import DeviceError, RequestError
-from xinfer.gpu import _disk
 from xinfer.gpu.null import INFO
 from xinfer.quarantine import Quarantine, as_text, describe
 
@@ -262,9 +261,9 @@ def test_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setenv("HOME", str(tmp_path))
     for relative in ("", "cache", "./cache", "~/cache"):
         monkeypatch.setenv("XDG_CACHE_HOME", relative)
-        assert _disk.cache_folder("pipelines") == tmp_path / ".cache" / "xinfer" / "pipelines"
+        assert cache_files.cache_folder("pipelines") == tmp_path / ".cache" / "xinfer" / "pipelines"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert _disk.cache_folder("pipelines") == tmp_path / "xinfer" / "pipelines"
+    assert cache_files.cache_folder("pipelines") == tmp_path / "xinfer" / "pipelines"
 
 
 def test_the_line_for_people_names_the_variants(kept: Quarantine) -> None:

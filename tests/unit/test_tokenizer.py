@@ -17,14 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
+from xinfer import cache_files, patterns, tokenizer_files
 from xinfer import tokenizer as module
-from xinfer import tokenizer_files
 from xinfer.errors import RequestError, TokenizerError
 from xinfer.tokenizer import IncrementalDecoder, StopMatcher, Tokenizer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "qwen_golden.json").read_text(encoding="utf-8"))
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+Counted = list[int]
 
 
 def byte_level(extra: tuple[AddedToken, ...] = ()) -> tokenizers.Tokenizer:
@@ -100,6 +102,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def write(folder: Path, backend: tokenizers.Tokenizer | None = None, **config: Any) -> Path:
     backend = backend or byte_level()
+    folder.mkdir(exist_ok=True)
     backend.save(str(folder / "tokenizer.json"))
     if config:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -525,6 +528,87 @@ def test_a_file_that_is_far_too_large_is_not_read(tmp_path: Path) -> None:
         file.truncate(tokenizer_files.MAX_FILE_BYTES + 1)  # sparse: takes no room
     with pytest.raises(TokenizerError, match=r"has 67,108,865 bytes; expected at most 67,108,864"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.fixture
+def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
+    """How often a tokenizer.json was taken apart to be checked, with a cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    calls: Counted = []
+    check = tokenizer_files._check_model
+
+    def counting(model: Any, file: Path) -> None:
+        calls.append(1)
+        check(model, file)
+
+    monkeypatch.setattr(tokenizer_files, "_check_model", counting)
+    return calls
+
+
+def remembered(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache/xinfer/tokenizers").glob("*"))
+
+
+def test_a_file_that_was_right_is_not_checked_again(tmp_path: Path, counted: Counted) -> None:
+    folder = write(tmp_path / "model", added_tokens_decoder={"265": {"content": "<more>", "special": True}})
+    tokenizers_read = [Tokenizer.from_folder(folder) for _ in range(3)]
+    assert len(counted) == 1
+    first, *others = tokenizers_read
+    for other in others:
+        assert other.size == first.size == 266
+        assert other.encode("a<more>b") == first.encode("a<more>b")
+        assert not other.invalid_ids(266).any()
+        assert other.invalid_ids(267).sum() == 1
+
+
+def test_another_file_another_library_and_other_checks_are_not_known(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "model") / "tokenizer.json"
+    Tokenizer.from_folder(file.parent)
+    file.write_bytes(file.read_bytes() + b" ")
+    Tokenizer.from_folder(file.parent)
+    monkeypatch.setattr(tokenizers, "__version__", "another")
+    Tokenizer.from_folder(file.parent)
+    monkeypatch.setattr(patterns, "__file__", str(tmp_path / "patterns.py"))
+    (tmp_path / "patterns.py").write_bytes(b"stricter")
+    Tokenizer.from_folder(file.parent)
+    assert len(counted) == len(remembered(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "no folder", "no sources"])
+def test_what_is_remembered_may_be_damaged_or_not_be_there(
+    tmp_path: Path, counted: Counted, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    folder = write(tmp_path / "model")
+    Tokenizer.from_folder(folder)
+    (file,) = remembered(tmp_path)
+    if damage == "no folder":
+        monkeypatch.setattr(cache_files, "cache_folder", lambda _name: None)
+    elif damage == "no sources":
+        monkeypatch.setattr(patterns, "__file__", str(tmp_path / "gone.py"))
+    else:
+        file.write_bytes(b"" if damage == "empty" else file.read_bytes()[:-1])
+    assert Tokenizer.from_folder(folder).size == 265
+    assert len(counted) == 2
+
+
+def test_a_broken_or_patchy_file_is_never_remembered(tmp_path: Path, counted: Counted) -> None:
+    broken = write(tmp_path / "broken") / "tokenizer.json"
+    data = json.loads(broken.read_bytes())
+    data["decoder"] = {"type": "Unknown"}
+    broken.write_text(json.dumps(data), encoding="utf-8")
+    for _ in range(2):
+        with pytest.raises(TokenizerError, match="unsupported decoder"):
+            Tokenizer.from_folder(broken.parent)
+    patchy = write(tmp_path / "patchy") / "tokenizer.json"
+    data = json.loads(patchy.read_bytes())
+    data["model"]["vocab"][next(iter(data["model"]["vocab"]))] = 1000
+    patchy.write_text(json.dumps(data), encoding="utf-8")
+    for _ in range(2):
+        assert Tokenizer.from_folder(patchy.parent).size == 1001
+    assert len(counted) == 2
+    assert remembered(tmp_path) == []
 
 
 def test_an_empty_vocabulary_is_an_error() -> None:

@@ -12,13 +12,11 @@ from types import ModuleType
 
 from xinfer.errors import DeviceError
 from xinfer.gpu import _probe, api, d3d12, vulkan
-from xinfer.gpu._disk import cache_folder
 
 __all__ = [
     "BACKENDS",
     "automatic",
     "best",
-    "cache_folder",
     "choose_device",
     "diagnose",
     "drivers_loading",

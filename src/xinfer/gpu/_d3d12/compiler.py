@@ -11,8 +11,8 @@ from ctypes import Structure, c_char_p, c_void_p, create_string_buffer
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from xinfer import cache_files
 from xinfer.errors import DeviceError
-from xinfer.gpu import _disk
 from xinfer.gpu._d3d12.com import Interface, failed, hresult_name
 from xinfer.gpu._d3d12.dxc import ARGUMENTS as DXC_ARGUMENTS
 from xinfer.gpu._d3d12.dxc import Dxc
@@ -55,11 +55,11 @@ class Compiler:
         """
         source = replace(source, defines=(*source.defines, *self._defines()))
         path = self._path(source, entry)
-        known = _disk.read(path, MAGIC, LARGEST)
+        known = cache_files.read(path, MAGIC, LARGEST)
         if known is not None:
             return known
         code = self.dxc.compile(source, entry) if self.dxc else _d3d_compile(self.runtime, source, entry)
-        _disk.write(path, MAGIC, code)
+        cache_files.write(path, MAGIC, code)
         return code
 
     def _defines(self) -> tuple[tuple[str, int], ...]:
@@ -73,7 +73,7 @@ class Compiler:
         how = (self.dxc.version, DXC_ARGUMENTS) if self.dxc else (self.runtime.name, PROFILE, FLAGS)
         digest = hashlib.sha256(repr((how, source.defines, entry)).encode())
         digest.update(source.text.encode())
-        folder = _disk.cache_folder("bytecode")
+        folder = cache_files.cache_folder("bytecode")
         return folder / f"{digest.hexdigest()}.bin" if folder else None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ctypes import byref, c_char, c_size_t, c_void_p, cast, sizeof
 from pathlib import Path
 
+from xinfer import cache_files
 from xinfer.errors import DeviceError
-from xinfer.gpu import _disk
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._vk.core import Core
 
@@ -39,7 +39,7 @@ class PipelineCache:
         properties, identity = self.core.adapter.properties, self.core.adapter.extra["id"]
         key = bytes(identity.driverUUID).hex()
         name = f"{properties.vendorID:04x}-{properties.deviceID:04x}-{key}-{properties.driverVersion:08x}.bin"
-        folder = _disk.cache_folder("pipelines")
+        folder = cache_files.cache_folder("pipelines")
         return folder / name if folder else None
 
     def save(self) -> None:
@@ -51,7 +51,7 @@ class PipelineCache:
         except DeviceError:
             return
         if data != self._saved and len(data) <= LARGEST:
-            _disk.write(self.path, MAGIC, data)
+            cache_files.write(self.path, MAGIC, data)
 
     def _data(self) -> bytes:
         get, size = self.core.vk.vkGetPipelineCacheData, c_size_t()
@@ -62,7 +62,7 @@ class PipelineCache:
 
     def _read(self) -> bytes:
         """What the file holds, if it is whole and this driver's; else nothing."""
-        data = _disk.read(self.path, MAGIC, LARGEST)
+        data = cache_files.read(self.path, MAGIC, LARGEST)
         return data if data is not None and self._matches(data) else b""
 
     def _matches(self, data: bytes) -> bool:
