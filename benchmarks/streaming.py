@@ -2,12 +2,16 @@
 
     python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16,72b:40] [--device NAME] [--turns N] [--warm TOKENS]
                                    [--tokens TOKENS] [--prompt TOKENS] [--in-flight N] [--json FILE]
-                                   [--timeline FILE.svg]
+                                   [--timeline FILE.svg] [--touch GB]
 
 Random f16 weights in the shapes of Qwen2.5; a few distinct layers are repeated as often as the shape has layers, and
 every one is sent each time. The bus is measured in the same run, by the same transfers without a model, before and
 behind all runs. Runs of one size must give the same tokens, whatever their budget. The timeline is of the first run in
 which a layer can come while another runs: when each layer is copied and when it runs, by the device's clock.
+
+A virtual machine gets its memory when it is first touched, several times more slowly than a page is made afterwards.
+--touch does that once, before anything is measured, so that loads show what they cost and not what the machine's
+first use does.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +39,7 @@ from xinfer import gpu
 from xinfer.gpu.api import Device
 from xinfer.gpu_model import ModelOptions, QwenModel, predict
 from xinfer.gpu_model.answer import STEPS_AHEAD
+from xinfer.gpu_model.loading import n_readers
 from xinfer.model import names
 from xinfer.model.weights import ModelWeights
 
@@ -116,6 +122,15 @@ def bus_speed(device: Device, size: int = 512 << 20, times: int = 32) -> float:
     for buffer in (*sources, *targets):
         buffer.release()
     return size * times / seconds
+
+
+def touch(n_bytes: int) -> float:
+    """Bytes a second at which so much of the host's memory is written, by many threads."""
+    memory, piece = np.empty(n_bytes, np.uint8), 64 << 20
+    began = time.perf_counter()
+    with ThreadPoolExecutor(n_readers()) as threads:
+        list(threads.map(lambda at: memory[at : at + piece].fill(1), range(0, n_bytes, piece)))
+    return n_bytes / (time.perf_counter() - began)
 
 
 def steady_bus_speed(device: Device) -> float:
@@ -237,6 +252,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8, help="tokens that are measured")
     parser.add_argument("--prompt", type=int, default=512, help="tokens before those")
     parser.add_argument("--in-flight", type=int, help="transfers in the queue at most, in place of 20")
+    parser.add_argument("--touch", type=float, metavar="GB", help="use so much of the host's memory once, before")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="a picture of one step")
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; /dev/shm where there is one")
@@ -247,6 +263,9 @@ def main() -> int:
     device = gpu.open_device(arguments.device)
     assert device is not None
     results: list[dict[str, Any]] = []
+    for turn in ("first", "second") if arguments.touch else ():
+        speed = touch(round(arguments.touch * 1e9))
+        print(f"{arguments.touch:g} GB of memory written the {turn} time: {speed / 1e9:.1f} GB/s", flush=True)
     with device:
         if arguments.in_flight:
             device._transfers.most = arguments.in_flight  # type: ignore[attr-defined]
