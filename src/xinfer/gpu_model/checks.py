@@ -8,9 +8,8 @@ from contextlib import ExitStack
 from xinfer import ops
 from xinfer.gpu.api import Buffer, BufferKind, Device, Recording
 from xinfer.gpu_model.forward import Network, RowsAlone, Workspace
-from xinfer.gpu_model.layout import ALIGNMENT
 from xinfer.model.config import Qwen2Config
-from xinfer.ops import STATE_BYTES, Rows, RowState
+from xinfer.ops import Rows, RowState
 
 
 class CheckedRows:
@@ -18,6 +17,8 @@ class CheckedRows:
 
     def __init__(self, device: Device, config: Qwen2Config, n_rows: int) -> None:
         self.n_rows = n_rows
+        self._device = device
+        self._scratch: Buffer | None = None
         vocab = config.vocab_size
         with ExitStack() as held:
 
@@ -28,8 +29,6 @@ class CheckedRows:
 
             self._space = Workspace(device, config, n_rows, "check", packs=False)
             held.callback(self._space.release)
-            apart = buffer(ALIGNMENT * n_rows, "device", "states apart")
-            self._apart = [apart[at : at + STATE_BYTES] for at in range(0, apart.size, ALIGNMENT)]
             self._logits = Rows.dense(buffer(4 * n_rows * vocab, "device", "logits"), n_rows, vocab)
             self._candidates = buffer(ops.argmax_scratch_bytes(n_rows, vocab), "device", "argmax candidates")
             self._chosen = buffer(4 * n_rows, "readback", "chosen tokens")
@@ -38,6 +37,7 @@ class CheckedRows:
     def release(self) -> None:
         """Give the memory back; may be called twice."""
         self._held.close()
+        self._release_scratch()
 
     def stage(self, states: Sequence[RowState]) -> None:
         """Write the rows' states, for the next load."""
@@ -46,14 +46,13 @@ class CheckedRows:
     def record_load(self, recording: Recording, n: int) -> None:
         """Take the states of n rows from where they were staged."""
         recording.copy(*self._space.states(n))
-        for row, place in enumerate(self._apart[:n]):
-            recording.copy(self._space.staging[STATE_BYTES * row : STATE_BYTES * (row + 1)], place)
 
     def record(
         self, recording: Recording, network: Network, n: int, n_valid: int, layers: Callable[[RowsAlone], None]
     ) -> None:
         """N rows through the network, whose layers are recorded by `layers`; the best of the ids below n_valid."""
-        rows, logits = RowsAlone(network, self._space, recording, self._apart[:n]), self._logits.rows(0, n)
+        rows = RowsAlone(network, self._space, n, recording, room=self.n_rows, scratch=self._scratch_for)
+        logits = self._logits.rows(0, n)
         rows.embed()
         layers(rows)
         rows.head(logits)
@@ -69,3 +68,17 @@ class CheckedRows:
     def chosen(self, n: int) -> list[int]:
         """What was chosen behind each of n rows, once the pass has been waited for."""
         return [int.from_bytes(self._chosen.read(4 * row, 4), "little") for row in range(n)]
+
+    def _scratch_for(self, plan: ops.AttentionPlan) -> Buffer:
+        """For attention of all rows that there is room for. Another plan than before: nothing uses the old one now."""
+        size = max(4, plan.scratch_bytes)
+        if self._scratch is None or self._scratch.size != size:
+            self._release_scratch()
+            self._scratch = self._device.create_buffer(size, "device", "check attention splits")
+            self._device.upload(self._scratch[: plan.counter_bytes], bytes(plan.counter_bytes))
+        return self._scratch
+
+    def _release_scratch(self) -> None:
+        if self._scratch is not None:
+            self._scratch.release()
+            self._scratch = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -133,7 +133,7 @@ class Pass:
     """
 
     tapped = False
-    alone = False  # each row gets the bits that it gets by itself, and its key is the newest that it sees
+    alone = False  # each row gets the bits that it gets by itself
 
     def __init__(
         self, network: Network, space: Workspace, n: int, recording: Recording, *, timed: bool = False
@@ -152,16 +152,25 @@ class Pass:
         at_once = 1 if self.alone else n  # rows of what kernels are chosen for
         self._tuned = tuning.products(at_once)  # variants by op
         attention = tuning.attention_for(network.max_keys) if at_once == 1 else None
-        self._plan = ops.plan_attention(
-            self.on,
-            network.cache(0),
-            n_heads=self.config.num_attention_heads,
-            n_rows=at_once,
-            max_keys=network.max_keys,
-            turn=at_once == 1 and not self.tapped,
-            exact=network.exact,
+        self._plan = self._attention_plan(
+            at_once,
             variant=None if attention is None else attention.variant,
             n_splits=None if attention is None else attention.n_splits,
+        )
+        self._scratch: Bindable = network.scratch
+
+    def _attention_plan(self, n: int, **options: Any) -> ops.AttentionPlan:
+        """For n rows at a time."""
+        network = self.network
+        cache = network.cache(0)
+        return ops.plan_attention(
+            *(self.on, cache),
+            n_heads=self.config.num_attention_heads,
+            n_rows=n,
+            max_keys=network.max_keys,
+            turn=n == 1 and not self.tapped and ops.can_rope_append(self.on, cache),
+            exact=network.exact,
+            **options,
         )
 
     @property
@@ -244,23 +253,17 @@ class Pass:
 
     def _attention(self, i: int) -> None:
         """Attention of all rows; their keys join the cache where the kernel does that."""
-        self._attend_rows(i, self.state, 0, self.x.n)
-
-    def _attend_rows(self, i: int, state: Bindable, first: int, n: int) -> None:
-        """Attention of n rows from `first` on, whose states are `state`."""
-        network, cache = self.network, self.network.cache(i)
-        q, k, v = (part.rows(first, n) for part in self._heads())
-        out = self.attn.rows(first, n)
+        cache, (q, k, v) = self.network.cache(i), self._heads()
         options: dict[str, Any] = {
             "window": self.config.layer_windows[i],
-            "scratch": network.scratch,
+            "scratch": self._scratch,
             "label": f"layers.{i}.attn",
         }
         if self._plan.turns:
-            on = (self.on, self._plan, state, network.rope_table)
-            ops.turn_attention(*on, q, k, v, cache, out, **options)
+            on = (self.on, self._plan, self.state, self.network.rope_table)
+            ops.turn_attention(*on, q, k, v, cache, self.attn, **options)
         else:
-            ops.attention(self.on, self._plan, state, q, cache, out, **options)
+            ops.attention(self.on, self._plan, self.state, q, cache, self.attn, **options)
 
     def _mlp(self, i: int, w: DeviceLayer) -> None:
         """Add down(silu(gate) * up) to x."""
@@ -364,22 +367,35 @@ class Pass:
 class RowsAlone(Pass):
     """Rows that follow each other in one sequence, whose numbers are those of single steps to the bit.
 
-    Each weight is read once for several of them. Attention is run for one row after the other, so that each sees the
-    keys of those before it.
+    Each weight is read once for several of them. All keys are in the cache before attention, which each row looks back
+    from.
     """
 
     alone = True
 
-    def __init__(self, network: Network, space: Workspace, recording: Recording, apart: Sequence[Bindable]) -> None:
-        """`apart` are the rows' states once more, each where it can be bound by itself."""
-        super().__init__(network, space, len(apart), recording)
-        self._apart = apart
+    def __init__(
+        self,
+        network: Network,
+        space: Workspace,
+        n: int,
+        recording: Recording,
+        *,
+        room: int,
+        scratch: Callable[[ops.AttentionPlan], Bindable],
+    ) -> None:
+        """`scratch` gives what attention of `room` rows needs, with zeros where the counters are."""
+        super().__init__(network, space, n, recording)
+        step: dict[str, Any] = {"variant": self._plan.variant.id, "n_splits": self._plan.n_splits}
+        self._plan = self._attention_plan(n, **step)
+        self._scratch = scratch(self._attention_plan(room, **step))
 
     def _attention(self, i: int) -> None:
-        for row, state in enumerate(self._apart):
-            if row > 0:
-                self.recording.barrier()
-            self._attend_rows(i, state, row, 1)
+        if self._plan.turns:
+            _, k, v = self._heads()
+            name, table = f"layers.{i}.append", self.network.rope_table
+            ops.rope_append(self.on, self.state, table, None, k, v, self.network.cache(i), label=name)
+            self.done(name)
+        super()._attention(i)
 
 
 class TappedPass(Pass):

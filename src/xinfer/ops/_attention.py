@@ -58,7 +58,7 @@ def plan_attention(
 ) -> AttentionPlan:
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each.
 
-    With `turn`, each row the newest of its sequence, a kernel may be chosen that does rope and kv_append as well.
+    With `turn` a kernel may be chosen that does rope and kv_append as well: see `turn_attention`.
     Without `exact`, matrix cores may take weights as f16.
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
@@ -138,7 +138,7 @@ def turn_attention(
     """`rope` of q and k, `kv_append` of k and v, and `attention`, in one dispatch; q and k themselves stay.
 
     For a plan that `turns`. q (T, n_heads * head_dim), k, v (T, n_kv_heads * head_dim) are columns of the same rows,
-    and no row sees another's key: each is the newest of its own sequence. The rest is as in `attention` and `rope`.
+    where a row sees another's key, that has been appended (`rope_append`). The rest is as in `attention` and `rope`.
     """
     expect(plan.turns, f"{label}: {plan.variant.id} takes q and k that have been turned")
     width = cache.n_kv_heads * cache.head_dim

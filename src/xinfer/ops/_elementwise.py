@@ -96,7 +96,7 @@ def rope_append(
     on: Recorder,
     state: Bindable,
     table: Bindable,
-    q: Rows,
+    q: Rows | None,
     k: Rows,
     v: Rows,
     cache: CacheBlocks,
@@ -106,20 +106,22 @@ def rope_append(
 ) -> None:
     """`rope` of q and k, then `kv_append`, in one dispatch; k itself stays as it is. Where `can_rope_append` says so.
 
-    q (T, n_heads * head_dim), k, v (T, n_kv_heads * head_dim) are columns of the same rows.
+    q (T, n_heads * head_dim), k, v (T, n_kv_heads * head_dim) are columns of the same rows. Without q only the cache is
+    written, with the bits that `turn_attention` would write.
     """
     dim, width = cache.head_dim, cache.n_kv_heads * cache.head_dim
-    expect(q.width % dim == 0 and k.width == v.width == width, f"{label}: q, k and v must be whole heads of {dim}")
-    one = len({(rows.place, rows.n, rows.stride) for rows in (q, k, v)}) == 1
+    q_width = 0 if q is None else q.width
+    expect(q_width % dim == 0 and k.width == v.width == width, f"{label}: q, k and v must be whole heads of {dim}")
+    one = len({(rows.place, rows.n, rows.stride) for rows in (q or k, k, v)}) == 1
     expect(one and dim % 4 == 0, f"{label}: q, k and v must lie in the same rows, and head_dim be a multiple of 4")
     chosen = on.choose([f"rope_append.{cache.format}"], variant)
     constants = {
-        "n_heads": q.width // dim,
+        "n_heads": q_width // dim,
         "n_kv_heads": cache.n_kv_heads,
         "head_dim": dim,
         "table_stride": cache.table_stride,
-        "stride": q.stride,
-        "q_offset": q.offset,
+        "stride": k.stride,
+        "q_offset": 0 if q is None else q.offset,
         "k_offset": k.offset,
         "v_offset": v.offset,
     }
@@ -127,11 +129,11 @@ def rope_append(
         "state": state,
         "table": table,
         "block_table": cache.table,
-        "qkv": q.place,
+        "qkv": k.place,
         "k_cache": cache.k,
         "v_cache": cache.v,
     }
-    on.dispatch(chosen, buffers, constants, _elements(chosen, (q.width + 2 * width) // 4, q.n), label)
+    on.dispatch(chosen, buffers, constants, _elements(chosen, (q_width + 2 * width) // 4, k.n), label)
 
 
 def can_rope_append(on: Recorder, cache: CacheBlocks) -> bool:

@@ -10,7 +10,8 @@
 // finish, by the count in front of them, puts them together. Counts are 0 before and after.
 //
 // TURN: `q` holds q, k and v as the projections made them, each row the newest of its sequence. q and k are turned here
-// (rope), and the row's own k and v join the cache (kv_append) while their splits use them.
+// (rope), and the row's own k and v join the cache (kv_append) while their splits use them. Where rows see each other's
+// keys, these have to be in the cache before (rope_append): a row's own are then written once more, with the same bits.
 #include "common.hlsli"
 
 #define PIECES (DIM_MAX / VALUES_PER_LOAD)  // 16-byte loads of a key
@@ -85,8 +86,8 @@ uint part_at(Job job, uint head, uint split) {
 float turned(uint first, uint d, uint position) {
     uint half_dim = constants.head_dim / 2, i = d < half_dim ? d : d - half_dim;
     float2 turn = table[position * half_dim + i];
-    float a = q[first + i], b = q[first + half_dim + i];
-    return d < half_dim ? a * turn.x - b * turn.y : b * turn.x + a * turn.y;
+    float2 made = turned_pair(q[first + i], q[first + half_dim + i], turn);
+    return d < half_dim ? made.x : made.y;
 }
 
 // One dimension of the row's own k (part 0) or v (part 1).

@@ -139,6 +139,13 @@ uint cache_element(uint block, uint kv_head, uint token, uint n_kv_heads, uint h
     return ((block * n_kv_heads + kv_head) * BLOCK_TOKENS + token % BLOCK_TOKENS) * head_dim;
 }
 
+// The two halves of a rotary pair, turned by (cos, sin). Whichever op does it, and whatever its compiler would contract,
+// the bits are the same: a key is, by whom it is put into the cache.
+float2 turned_pair(float low, float high, float2 turn) {
+    precise float2 made = float2(low * turn.x - high * turn.y, high * turn.x + low * turn.y);
+    return made;
+}
+
 // The first key that a query at `position` sees.
 uint first_key(uint position, uint window) { return window != NO_WINDOW && position >= window ? position + 1u - window : 0u; }
 

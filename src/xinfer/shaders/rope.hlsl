@@ -23,7 +23,7 @@ void main(uint3 at : SV_DispatchThreadID) {
     uint low = constants.x_offset + row * constants.x_stride + at.x / half_dim * constants.head_dim + pair;
     uint high = low + half_dim;
     float2 turn = table[position * half_dim + pair];
-    float a = x[low], b = x[high];
-    x[low] = a * turn.x - b * turn.y;
-    x[high] = b * turn.x + a * turn.y;
+    float2 made = turned_pair(x[low], x[high], turn);
+    x[low] = made.x;
+    x[high] = made.y;
 }

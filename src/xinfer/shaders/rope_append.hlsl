@@ -1,5 +1,5 @@
 // rope and kv_append in one: turns q in place, and writes the turned k, and v, into the cache. q, k and v lie in one
-// buffer; head_dim is a multiple of 4.
+// buffer; head_dim is a multiple of 4. Without heads of q, only k and v are looked at.
 // A lane takes 4 values of a head: two neighbouring pairs (i, i + head_dim / 2), or four neighbours of v.
 #include "common.hlsli"
 
@@ -39,15 +39,14 @@ void main(uint3 at : SV_DispatchThreadID) {
     uint position = state[row * STATE_WORDS + STATE_POSITION];
     if (head >= constants.n_heads + 2 * constants.n_kv_heads || position == UNUSED_ROW) return;
     float2 first_turn = table[position * half_dim + piece * 2], second_turn = table[position * half_dim + piece * 2 + 1];
-    float2 cosines = float2(first_turn.x, second_turn.x), sines = float2(first_turn.y, second_turn.y);
     if (head < constants.n_heads) {
         uint low = constants.q_offset + row * constants.stride + head * constants.head_dim + piece * 2;
-        float2 a = float2(qkv[low], qkv[low + 1]), b = float2(qkv[low + half_dim], qkv[low + half_dim + 1]);
-        float2 turned_a = a * cosines - b * sines, turned_b = b * cosines + a * sines;
-        qkv[low] = turned_a.x;
-        qkv[low + 1] = turned_a.y;
-        qkv[low + half_dim] = turned_b.x;
-        qkv[low + half_dim + 1] = turned_b.y;
+        float2 first = turned_pair(qkv[low], qkv[low + half_dim], first_turn);
+        float2 second = turned_pair(qkv[low + 1], qkv[low + half_dim + 1], second_turn);
+        qkv[low] = first.x;
+        qkv[low + 1] = second.x;
+        qkv[low + half_dim] = first.y;
+        qkv[low + half_dim + 1] = second.y;
         return;
     }
     bool is_key = head < constants.n_heads + constants.n_kv_heads;
@@ -57,10 +56,10 @@ void main(uint3 at : SV_DispatchThreadID) {
     uint target = cache_element(block, kv_head, position, constants.n_kv_heads, constants.head_dim);
     if (is_key) {
         uint low = constants.k_offset + row * constants.stride + kv_head * constants.head_dim + piece * 2;
-        float2 a = float2(qkv[low], qkv[low + 1]), b = float2(qkv[low + half_dim], qkv[low + half_dim + 1]);
-        float2 turned_a = a * cosines - b * sines, turned_b = b * cosines + a * sines;
-        WRITE_PAIR(k_cache, target + piece * 2, turned_a);
-        WRITE_PAIR(k_cache, target + half_dim + piece * 2, turned_b);
+        float2 first = turned_pair(qkv[low], qkv[low + half_dim], first_turn);
+        float2 second = turned_pair(qkv[low + 1], qkv[low + half_dim + 1], second_turn);
+        WRITE_PAIR(k_cache, target + piece * 2, float2(first.x, second.x));
+        WRITE_PAIR(k_cache, target + half_dim + piece * 2, float2(first.y, second.y));
     } else {
         uint first = constants.v_offset + row * constants.stride + kv_head * constants.head_dim + piece * 4;
         WRITE_PAIR(v_cache, target + piece * 4, float2(qkv[first], qkv[first + 1]));
