@@ -3,8 +3,9 @@
     python benchmarks/sampling.py [--device vulkan] [--vocab 151936]
 
 One recording a request holds many draws with a barrier after each; the figure is the device's own time for one, the
-median of repeats. The logits are normal with the given spread, as a flat and a peaked model's are; every token of the
-last run is compared with the same integers in NumPy (`xinfer.trials.draws`).
+median of repeats that follow each other for a while: an idle GPU takes its time to run fast again. The logits are
+normal with the given spread, as a flat and a peaked model's are; every token of the last run is compared with the same
+integers in NumPy (`xinfer.trials.draws`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from xinfer.trials import draws
 from xinfer.trials.bench import Bench
 
 DRAWS, REPEATS, RING = 64, 7, 64
+WARM_S = 0.7
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy with penalties": {"temperature": 0.0, "repetition": 1.05, "penalties": True},
     "Qwen2.5's own": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition": 1.05, "penalties": True},
@@ -61,7 +64,7 @@ def argmax_us(bench: Bench, logits: Any) -> float:
     scratch = bench.out(ops.argmax_scratch_bytes(1, vocab) // 4, dtype=np.uint32)
     rows = bench.put_rows(logits)
     with bench:
-        return timed(
+        us, _ = timed(
             bench,
             lambda on: ops.argmax(
                 *(on, rows, state.place, ring.place),
@@ -71,6 +74,7 @@ def argmax_us(bench: Bench, logits: Any) -> float:
                 scratch=scratch.place,
             ),
         )
+        return us
 
 
 def draw_us(bench: Bench, logits: Any, params: SampleParams) -> tuple[float, int]:
@@ -81,7 +85,7 @@ def draw_us(bench: Bench, logits: Any, params: SampleParams) -> tuple[float, int
     scratch = bench.out(ops.sample_scratch_bytes(1, vocab) // 4, dtype=np.uint32)
     packed, bias = bench.put(np.frombuffer(params.pack(), np.uint32)), bench.put(np.zeros(vocab, np.float32))
     rows: Rows = bench.put_rows(logits)
-    us = timed(
+    us, runs = timed(
         bench,
         lambda on: ops.sample(
             *(on, rows, state.place, ring.place),
@@ -94,13 +98,14 @@ def draw_us(bench: Bench, logits: Any, params: SampleParams) -> tuple[float, int
         ),
     )
     tokens, counted, zero = ring.read()[0], np.zeros(vocab, np.uint32), np.zeros(vocab, np.float32)
-    runs, right = 1 + REPEATS, 0
-    for n in range(runs * DRAWS):
-        if not params.penalties and n < (runs - 1) * DRAWS:
-            continue
+    right, first = 0, DRAWS * (runs - 1)  # of the last run
+    if params.penalties:  # what was drawn before decides
+        counted += counts.read()[0]
+        np.subtract.at(counted, tokens, 1)
+    for n in range(first, first + DRAWS):
         token = draws.drawn(logits[0], params, counted, zero, n + 1)
         counted[token] += 1
-        right += int(n >= (runs - 1) * DRAWS and tokens[n % RING] == token)
+        right += int(tokens[n % RING] == token)
     return us, right
 
 
@@ -110,8 +115,8 @@ def fresh(bench: Bench) -> Any:
     return bench.out(*words.shape, dtype=np.uint32, fill=words)
 
 
-def timed(bench: Bench, record: Any) -> float:
-    """Microseconds of one of many, by the device's clock."""
+def timed(bench: Bench, record: Any) -> tuple[float, int]:
+    """Microseconds of one of many, by the device's clock, and how often the many were run."""
     recording: Recording = bench.device.create_recording("draws")
     try:
         recording.timestamp("begin")
@@ -120,14 +125,15 @@ def timed(bench: Bench, record: Any) -> float:
             recording.barrier()
         recording.timestamp("end")
         recording.finish()
-        taken = []
-        for _ in range(1 + REPEATS):
+        taken: list[float] = []
+        until = time.perf_counter() + WARM_S
+        while len(taken) < REPEATS or time.perf_counter() < until:
             bench.device.wait(bench.device.submit(recording), 600)
             (_, begin), (_, end) = bench.device.timestamps(recording)
             taken.append((end - begin) / DRAWS * 1e6)
     finally:
         recording.release()
-    return statistics.median(taken[1:])
+    return statistics.median(taken[-REPEATS:]), len(taken)
 
 
 def parsed() -> argparse.Namespace:

@@ -184,6 +184,7 @@ def run_once(folder: Path, device: str, serial: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", "generate", "Once upon a time", "--model", str(folder)]
     options = ["--device", device, "--max-tokens", "1", "--temperature", "0"]
     environment = {**os.environ, BEGAN: repr(time.time()), SERIAL: serial}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # as after `pip install`, which compiles what it installs
     done = subprocess.run([*command, *options], capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith('{"first_token"')]
     if not lines:
