@@ -12,6 +12,7 @@ import pytest
 from tests.conftest import CheckpointFactory
 
 import build_shaders
+from xinfer import ops
 from xinfer.choice import Choice
 from xinfer.errors import NumericalError
 from xinfer.gpu.api import Device
@@ -111,6 +112,26 @@ def test_the_answer_is_that_of_single_steps_to_the_bit(
         assert np.array_equal(found_logits, logits), "keys or values differ from those of single steps"
         assert choice.tally.accepted > 0
         assert choice.tally.accepted <= choice.tally.guessed
+
+
+def test_keys_are_in_the_cache_before_other_rows_look_back(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where workgroups run in the order of rows nobody would notice: so it is what is recorded that is looked at."""
+    recorded: list[str] = []
+    for name in ("rope_append", "turn_attention"):
+        op = getattr(ops, name)
+
+        def noting(*given: Any, op: Any = op, **options: Any) -> None:
+            recorded.append(options["label"])
+            op(*given, **options)
+
+        monkeypatch.setattr(ops, name, noting)
+    with on(device, checkpoint("untied")) as model:
+        assert model.steps.sites().attention()[0].endswith(("turn", "turn2"))
+        model.steps.check(3, model.config.vocab_size)
+    layers = [f"layers.{i}.{op}" for i in range(2) for op in ("append", "attn")]
+    assert recorded == 2 * layers  # to learn which kernels are wanted, and then for good
 
 
 def test_wrong_guesses_are_forgotten(

@@ -15,7 +15,7 @@ import pytest
 from tests.conftest import CheckpointFactory
 from tests.unit.cli_run import hear_interrupts, run
 
-from xinfer.bench.loops import spread_of
+from xinfer.bench.loops import repeated, spread_of
 from xinfer.bench.plot import check_plot, draw
 from xinfer.bench.run import Sizes, fitting, room
 from xinfer.bench.text import as_text, duration, in_units
@@ -36,6 +36,22 @@ def test_median_and_quartiles_are_those_of_the_textbook() -> None:
     assert (even.quartile_low, even.median, even.quartile_high) == pytest.approx((1.75, 2.5, 3.25))
     one = spread_of([2.0])
     assert (one.quartile_low, one.median, one.quartile_high) == (2.0, 2.0, 2.0)
+
+
+def test_a_device_is_warm_although_its_kernels_had_to_be_made_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making them takes longer than warming up, and the device idles meanwhile."""
+    clock, work = 0.0, 0.0
+
+    def measure() -> float:
+        nonlocal clock, work
+        first = work == 0.0
+        seconds = 0.02 if work < 1.0 else 0.005  # awake behind a second of work
+        work += seconds
+        clock += seconds + (5.0 if first else 0.0)
+        return seconds
+
+    monkeypatch.setattr("xinfer.bench.loops.time.perf_counter", lambda: clock)
+    assert repeated(measure, 3, warm_s=1.5).runs == (0.005, 0.005, 0.005)
 
 
 def plan(checkpoint: CheckpointFactory, spec: SyntheticSpec, kv: KVType = "f16") -> MemoryPlan:

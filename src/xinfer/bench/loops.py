@@ -48,9 +48,12 @@ def spread_of(runs: Sequence[float]) -> Spread:
 
 
 def repeated(measure: Callable[[], float], times: int, *, warm_s: float) -> Spread:
-    """`times` measurements, behind at least one for `warm_s` seconds or more that do not count."""
-    until = time.perf_counter() + warm_s
+    """`times` measurements, behind at least one and `warm_s` seconds more of them that do not count.
+
+    The first one does not warm anything up: while kernels are made for it, a device idles.
+    """
     measure()
+    until = time.perf_counter() + warm_s
     while time.perf_counter() < until:
         measure()
     return spread_of([measure() for _ in range(times)])
