@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from tests.gpu.op_bench import Array, Bench, assert_close, random_weights, sum_t
 
 from xinfer import ops
 from xinfer.model import reference
+from xinfer.ops import _packed
 from xinfer.shaders.catalog import Variant, variants
 
 COOP = [v for v in variants().values() if v.source == "linear_gemm_coop.slang"]
@@ -227,6 +229,27 @@ def test_parts_of_sums_are_taken_where_tiles_are_few() -> None:
     assert ops.parts_bytes(512, 3584, 18_944) == 4 * 3 * 512 * 3584
     assert ops.parts_bytes(1, 3584, 3584) == 4 * 4 * 3584
     assert ops.parts_bytes(4096, 37_888, 896) == 4 * 4096 * 37_888  # never in parts
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "rows", "columns", "tile", "n_parts"),
+    [
+        (512, 896, 4864, 64, 4),  # down of a 0.5B: 28 large tiles, 112 small ones
+        (512, 1536, 8960, 128, 4),  # of a 1.5B: 48 large tiles
+        (256, 1536, 8960, 64, 4),
+        (128, 3584, 18_944, 64, 4),  # of a 7B
+        (512, 3584, 18_944, 128, 3),
+        (512, 896, 896, 64, 1),  # o of a 0.5B: a short sum
+        (4096, 3584, 3584, 128, 1),
+    ],
+)
+def test_tiles_and_parts_go_by_how_many_tiles_there_are(
+    n_rows: int, rows: int, columns: int, tile: int, n_parts: int
+) -> None:
+    matrix: Any = SimpleNamespace(format="f16", rows=rows, columns=columns)
+    first = variants()[_packed.packed_candidates(matrix, n_rows, exact=False)[0]]
+    assert first.define("TILE_M") == tile
+    assert _packed._parts_of(n_rows, rows, columns, tile) == n_parts
 
 
 def test_can_pack_asks_the_device(bench: Bench) -> None:

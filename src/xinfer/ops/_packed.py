@@ -11,8 +11,10 @@ from xinfer.shaders.catalog import LOAD_BYTES, PACKED_COLUMNS, PACKED_ROWS, Vari
 
 # On an H200, whose 132 multiprocessors hold two large tiles each (benchmarks/LOG.md):
 LARGE_TILE = 128
+SMALL_TILE = 64
 BUSY_TILES = 100  # large tiles from which on they are faster than small ones,
-RESIDENT_TILES = 264  # and below which long sums are divided,
+BUSY_LONG_TILES = 40  # or where sums are long
+RESIDENT_TILES = {LARGE_TILE: 264, SMALL_TILE: 528}  # below which long sums are divided,
 LONG_ROWS = 2048  # columns from which on a sum is long,
 MOST_PARTS = 4  # into so many
 PACKED_LOADS = PACKED_COLUMNS * 2 // LOAD_BYTES  # of a packed row, or part of one: a multiple
@@ -234,16 +236,16 @@ def sum_parts(
 def parts_bytes(n: int, rows: int, columns: int) -> int:
     """What linear_packed uses of a scratch at most, for up to n rows of x and a matrix (rows, columns)."""
     some = {*range(PACKED_ROWS, n + 1, PACKED_ROWS), n}
-    sizes: list[int] = [4 * rows * m * _parts_of(m, rows, columns, LARGE_TILE) for m in some]
+    sizes: list[int] = [4 * rows * m * _parts_of(m, rows, columns, tile) for m in some for tile in RESIDENT_TILES]
     return max(sizes)
 
 
 def _parts_of(n: int, rows: int, columns: int, tile: int) -> int:
-    """Into how many parts a sum over the columns is divided: few large tiles leave most of a GPU idle for long."""
+    """Into how many parts a sum over the columns is divided: few tiles leave most of a GPU idle for long."""
     tiles = ceil_div(n, tile) * ceil_div(rows, tile)
-    if tile < LARGE_TILE or columns < LONG_ROWS or tiles >= RESIDENT_TILES:
+    if columns < LONG_ROWS or tiles >= RESIDENT_TILES[tile]:
         return 1
-    wanted: int = ceil_div(RESIDENT_TILES, tiles)
+    wanted: int = ceil_div(RESIDENT_TILES[tile], tiles)
     return min(MOST_PARTS, wanted)
 
 
@@ -257,9 +259,9 @@ def packed_candidates(w: Matrix, n_rows: int, *, exact: bool, swiglu: bool = Fal
     """Variants that fit, best first; `swiglu`: for w and another of its shape."""
     if w.format == "f32":
         return []
-    tiles_across = ceil_div((1 + swiglu) * w.rows, LARGE_TILE)
-    large = ceil_div(n_rows, LARGE_TILE) * tiles_across >= BUSY_TILES or w.columns >= LONG_ROWS
-    tiles = (LARGE_TILE, 64) if large else (64, LARGE_TILE)
+    n_large = ceil_div(n_rows, LARGE_TILE) * ceil_div((1 + swiglu) * w.rows, LARGE_TILE)
+    busy = BUSY_LONG_TILES if w.columns >= LONG_ROWS else BUSY_TILES
+    tiles = (LARGE_TILE, SMALL_TILE) if n_large >= busy else (SMALL_TILE, LARGE_TILE)
     return [coop_id(w.format, tile, split=exact, swiglu=swiglu) for tile in tiles]
 
 
