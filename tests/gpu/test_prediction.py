@@ -181,7 +181,10 @@ def test_what_a_layer_costs(device: Device, checkpoint: CheckpointFactory, monke
         assert predict(weights, device).token_seconds == pytest.approx(7.5 + 6 * 1.25)
 
 
-@pytest.mark.parametrize(("kind", "spare", "pinned"), [("cpu", 2, 4), ("discrete", 0, 2)])
+@pytest.mark.parametrize(
+    ("kind", "spare", "pinned", "most"),
+    [("cpu", 2, 4, 0), ("discrete", 0, 4, 2 << 30), ("discrete", 0, 2, 1)],
+)
 def test_loads_are_timed_with_memory_that_is_new(
     device: Device,
     checkpoint: CheckpointFactory,
@@ -190,13 +193,15 @@ def test_loads_are_timed_with_memory_that_is_new(
     kind: DeviceKind,
     spare: int,
     pinned: int,
+    most: int,
 ) -> None:
-    """Where the host writes it in place: as many layers as the plan has room for, and all of those it pins at once."""
+    """Where the host writes it in place: as many layers as the plan has room for. Pinned ones at once, up to a size."""
     with ModelWeights.open(checkpoint(UNTIED)) as weights:
         split = Split(streamed=(1, 3, 4, 5), n_slots=2, table_on_host=True)
         budget = plan_of(weights, split=split).needed(64)
         monkeypatch.setattr(device, "info", dataclasses.replace(device.info, kind=kind))
         monkeypatch.setattr(prediction, "SAMPLE", 1 if kind == "discrete" else prediction.SAMPLE)
+        monkeypatch.setattr(prediction, "PINNED", most)
         found = predict(weights, device, ModelOptions(mode="streaming", context=64, vram_budget=budget))
         assert (len(found.plan.split.streamed), found.plan.split.n_slots) == (4, 2)
     assert sum(1 for _, _, label in made_buffers if label == "spare") == spare

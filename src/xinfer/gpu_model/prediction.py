@@ -27,6 +27,7 @@ from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.model.weights import ModelWeights
 
 SAMPLE = 256 << 20  # bytes of layers that steps are timed on: more than caches hold
+PINNED = 2 << 30  # bytes of layers that are made in the host's memory together
 SAMPLE_SOFTWARE = 24 << 20  # on the CPU, where a step of that much takes as long
 SHORT = 128  # tokens before a step that is timed
 LOADING_S = 0.7  # that reading may take
@@ -232,12 +233,13 @@ class _Probe:
     def bus(self) -> tuple[float, float]:
         """Bytes a second of filling memory that the device copies from, and of copying a layer from there."""
         size, targets = self._layout.layers[0].size, self._loaded.buffers
-        # The next are made as those of the model will be: with the first, devices learn which way is faster.
+        # The next are made as those of the model will be: with the first, devices learn which way is faster. Several
+        # are made before they are filled, as a load does.
         pinned, fill = self._pinned(1)
         if self._plan.on_host:
-            more = min(self._many, len(self._plan.split.streamed)) - 1 if self._in_place else 1
-            pinned, seconds_each = self._pinned(max(1, more))
-            fill = min(fill, seconds_each)
+            wanted = self._many - 1 if self._in_place else -(-PINNED // size)
+            pinned, seconds_each = self._pinned(max(1, min(wanted, len(self._plan.split.streamed) - 1)))
+            fill = min(fill, seconds_each) if self._in_place else seconds_each
         seconds: list[float] = []
         until = time.perf_counter() + BUS_S
         while len(seconds) < 2 or time.perf_counter() < until:
