@@ -2,7 +2,7 @@
 
     python benchmarks/streaming.py [--runs 7b:4,7b:8,32b:16,72b:40] [--device NAME] [--turns N] [--warm TOKENS]
                                    [--tokens TOKENS] [--prompt TOKENS] [--in-flight N] [--json FILE]
-                                   [--timeline FILE.svg] [--touch GB]
+                                   [--timeline FILE.svg] [--touch GB] [--share]
 
 Random f16 weights in the shapes of Qwen2.5; a few distinct layers are repeated as often as the shape has layers, and
 every one is sent each time. The bus is measured in the same run, by the same transfers without a model, before and
@@ -12,6 +12,9 @@ which a layer can come while another runs: when each layer is copied and when it
 A virtual machine gets its memory when it is first touched, several times more slowly than a page is made afterwards.
 --touch does that once, before anything is measured, so that loads show what they cost and not what the machine's
 first use does.
+
+Where the host's memory cannot hold the streamed layers they are read again for each step. With --share the layers that
+are repeated share the memory that they are sent from, so that it does; how long the load takes means nothing then.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import re
 import shutil
 import statistics
 import sys
@@ -27,17 +31,18 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import h200
 import timeline
 from xinfer import gpu
-from xinfer.gpu.api import Device
-from xinfer.gpu_model import ModelOptions, QwenModel, predict
+from xinfer.gpu.api import Buffer, BufferKind, Device
+from xinfer.gpu_model import ModelOptions, QwenModel, memory, predict
 from xinfer.gpu_model.answer import STEPS_AHEAD
 from xinfer.gpu_model.loading import n_readers
 from xinfer.model import names
@@ -65,6 +70,28 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 DISTINCT = 3
 BUS_S = 2.0  # that the bus is measured for: devices take a while to come out of idle
+
+
+@contextmanager
+def sources(device: Device, *, shared: bool) -> Iterator[None]:
+    """With `shared`, models that are loaded within send repeated layers from the same memory, and all of them fit."""
+    made: dict[int, Buffer] = {}
+    create = device.create_buffer
+
+    def create_shared(size: int, kind: BufferKind = "device", label: str = "") -> Buffer:
+        found = re.fullmatch(r"layer (\d+), host", label)
+        if found is None:
+            return create(size, kind, label)
+        i = int(found[1]) % DISTINCT
+        if i not in made:
+            made[i] = create(size, kind, label)
+        return made[i]
+
+    with ExitStack() as patched:
+        if shared:
+            patched.enter_context(mock.patch.object(device, "create_buffer", create_shared))
+            patched.enter_context(mock.patch.object(memory, "available_memory", return_value=1 << 50))
+        yield
 
 
 @contextmanager
@@ -152,10 +179,10 @@ def run(
     room = arguments.prompt + arguments.warm + arguments.tokens + STEPS_AHEAD + 32  # and the picture's
     options, found = ModelOptions(vram_budget=budget, context=room), dict[str, Any]()
     shares: dict[str, list[float]] = {}
-    before = foretell(weights, device, options)
+    before = foretell(weights, device, options, shared=arguments.share)
     for turn in range(arguments.turns):
         began = time.perf_counter()
-        with QwenModel.load(weights, device, options) as model:
+        with sources(device, shared=arguments.share), QwenModel.load(weights, device, options) as model:
             found = {"size": size, "budget": budget, "load_seconds": time.perf_counter() - began}
             found |= measured(model, bus, room, arguments)
             split = model.plan.split
@@ -165,7 +192,7 @@ def run(
                 if split.n_slots > 1 and arguments.picture is None:
                     title = f"{size} in {found['peak'] / 1e9:.1f} GB on {device.info.name}"
                     arguments.picture = timeline.write(spans, arguments.timeline, title)
-        after = foretell(weights, device, options) if arguments.turns > 1 else before
+        after = foretell(weights, device, options, shared=arguments.share) if arguments.turns > 1 else before
         for name in before:
             shares.setdefault(name, []).append((before[name] * after[name]) ** 0.5 / found[name])
         before = after
@@ -173,14 +200,16 @@ def run(
     return found | {"predicted_over_measured": shares}
 
 
-def foretell(weights: ModelWeights, device: Device, options: ModelOptions) -> dict[str, float]:
+def foretell(weights: ModelWeights, device: Device, options: ModelOptions, *, shared: bool) -> dict[str, float]:
     """What is predicted, under the names of what is measured."""
-    predicted = predict(weights, device, options)
-    return {
+    with sources(device, shared=shared):
+        predicted = predict(weights, device, options)
+    found = {
         "load_seconds": predicted.load_seconds,
         "tokens_per_second": 1 / predicted.token_seconds_at_context,
         "peak": predicted.vram,
     }
+    return {name: value for name, value in found.items() if name != "load_seconds" or not shared}
 
 
 def measured(model: QwenModel, bus: float, room: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -253,6 +282,7 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512, help="tokens before those")
     parser.add_argument("--in-flight", type=int, help="transfers in the queue at most, in place of 20")
     parser.add_argument("--touch", type=float, metavar="GB", help="use so much of the host's memory once, before")
+    parser.add_argument("--share", action="store_true", help="send repeated layers from the same memory")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--timeline", type=Path, metavar="FILE.svg", help="a picture of one step")
     parser.add_argument("--folder", type=Path, help="where the checkpoints go; /dev/shm where there is one")
