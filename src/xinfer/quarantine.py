@@ -65,7 +65,10 @@ class Entry:
 
 
 class Quarantine:
-    """The entries of one file. Reading it never fails: a file that is damaged is set aside, and `warn` is told."""
+    """The entries of one file. Reading it never fails: `warn` is told once what is wrong with it.
+
+    What cannot be understood is passed over, and kept: an entry as it is, a whole file under another name.
+    """
 
     def __init__(self, path: Path | None = None, *, warn: Warn | None = None) -> None:
         self.path = path or quarantine_path()
@@ -74,20 +77,31 @@ class Quarantine:
 
     def entries(self) -> list[Entry]:
         """What failed, on every adapter."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[list[Entry], list[Any]]:
+        """The entries, and what stands among them and is none."""
         try:
             if self.path.exists() and not self.path.is_file():  # reading a pipe or a device may never end
                 self._warn(f"the quarantine file {self.path} is no file; it is ignored")
-                return []
+                return [], []
             with self.path.open("rb") as file:
-                return [_entry(item) for item in entries_of(file.read(LARGEST), VERSION)]
+                read = [(_entry(item), item) for item in entries_of(file.read(LARGEST), VERSION)]
         except FileNotFoundError:
-            return []
+            return [], []
         except (ValueError, RecursionError) as error:
             self._set_aside(str(error))
-            return []
+            return [], []
         except OSError as error:
             self._warn(f"the quarantine file {self.path} cannot be read ({error.strerror or error}); it is ignored")
-            return []
+            return [], []
+        strange = [item for entry, item in read if not entry]
+        if strange:
+            self._warn(
+                f"{len(strange)} of the entries in the quarantine file {self.path} cannot be understood, and are "
+                "passed over: another version of xinfer may have written them; `xinfer doctor` tries the kernels again"
+            )
+        return [entry for entry, _ in read if entry], strange
 
     def entries_for(self, info: DeviceInfo) -> list[Entry]:
         """What failed with this adapter's driver, a variant each."""
@@ -145,25 +159,30 @@ class Quarantine:
         def fits(entry: Entry) -> bool:
             return any(fnmatchcase(entry.variant, pattern) for pattern in patterns)
 
-        return self._replace(fits, [])
+        return self._replace(fits, [], all_of_it="*" in patterns)
 
-    def _replace(self, gone: Callable[[Entry], bool], new: list[Entry]) -> list[Entry]:
-        """Write `new` in place of the entries that are to go, which are returned; nothing where nothing changes."""
-        if not new and not any(map(gone, self.entries())):
+    def _replace(self, gone: Callable[[Entry], bool], new: list[Entry], *, all_of_it: bool = False) -> list[Entry]:
+        """Write `new` in place of the entries that are to go, which are returned; nothing where nothing changes.
+
+        What is no entry stays as it is, unless all of it is to go.
+        """
+        before, strange = self._read()
+        if not new and not any(map(gone, before)) and not (all_of_it and strange):
             return []
         self._ensure_ours()
         with alone(self.path):  # two doctors, on two GPUs perhaps, must not undo what the other has found
-            before = self.entries()
-            self._write([*(entry for entry in before if not gone(entry)), *new])
+            before, strange = self._read()
+            kept = [entry for entry in before if not gone(entry)]
+            self._write([*map(dataclasses.asdict, (*kept, *new)), *([] if all_of_it else strange)])
             return [entry for entry in before if gone(entry)]
 
     def _ensure_ours(self) -> None:
         if self._is_foreign():
             raise DeviceError(f"{self.path} is not ours to write: it holds no quarantine; name another file, or none")
 
-    def _write(self, entries: list[Entry]) -> None:
+    def _write(self, items: list[Any]) -> None:
         self._ensure_ours()
-        content = {"version": VERSION, "entries": [dataclasses.asdict(entry) for entry in entries]}
+        content = {"version": VERSION, "entries": items}
         try:
             write_whole(self.path, json.dumps(content, indent=1).encode() + b"\n")
         except OSError as error:
@@ -247,15 +266,14 @@ def as_text(entries: list[Entry]) -> str:
     return "\n\n".join(parts) or "no kernel is in quarantine"
 
 
-def _entry(item: Any) -> Entry:
+def _entry(item: Any) -> Entry | None:
+    """What was written of an entry; None where it is something else."""
     try:
         entry = Entry(**{**item, "driver": Driver(**item["driver"])})
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"an entry is not one: {error}") from None
+    except (TypeError, KeyError, AttributeError):
+        return None
     texts = (entry.variant, entry.outcome, entry.detail, entry.adapter, entry.since)
     names = (entry.driver.api, entry.driver.driver, entry.driver.driver_version)
     numbers = (entry.driver.vendor_id, entry.driver.device_id)
     right = all(isinstance(text, str) for text in (*texts, *names))
-    if not right or not all(isinstance(number, int) for number in numbers):
-        raise ValueError(f"an entry is not one: {item}")
-    return entry
+    return entry if right and all(isinstance(number, int) for number in numbers) else None

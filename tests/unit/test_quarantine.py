@@ -10,6 +10,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.unit.cli_run import run
@@ -17,7 +18,7 @@ from tests.unit.cli_run import run
 from xinfer import cache_files, quarantine, state_files
 from xinfer.errors import DeviceError, RequestError
 from xinfer.gpu.null import INFO
-from xinfer.quarantine import Quarantine, as_text, describe
+from xinfer.quarantine import Driver, Quarantine, as_text, describe
 
 NEWER = dataclasses.replace(INFO, driver_version="1")
 OTHER = dataclasses.replace(INFO, device_id=INFO.device_id + 1)
@@ -147,9 +148,6 @@ def test_nothing_is_written_where_nothing_changes(kept: Quarantine) -> None:
         b"{}",
         b"[" * 100_000,
         b'{"version": 2, "entries": []}',
-        b'{"version": 1, "entries": [3]}',
-        b'{"version": 1, "entries": [{"variant": "a"}]}',
-        b'{"version": 1, "entries": [{"driver": {"api": "a"}, "variant": "a", "outcome": "wrong"}]}',
     ],
 )
 def test_a_damaged_file_is_set_aside_and_said(kept: Quarantine, said: list[str], content: bytes) -> None:
@@ -169,13 +167,36 @@ def test_a_damaged_file_is_set_aside_and_said(kept: Quarantine, said: list[str],
     assert len(said) == 1
 
 
-def test_wrong_types_in_an_entry_are_damage(kept: Quarantine, said: list[str]) -> None:
-    kept.add(INFO, "a", "wrong")
+@pytest.mark.parametrize(
+    "strange",
+    [
+        3,
+        None,
+        {"variant": "a"},
+        {"driver": {"api": "a"}, "variant": "a", "outcome": "wrong"},
+        {"driver": dataclasses.asdict(Driver.of(INFO)), "variant": ["a"], "outcome": "wrong"},
+        {"driver": dataclasses.asdict(Driver.of(INFO)), "variant": "a", "outcome": "wrong", "newer": 1},
+    ],
+)
+def test_an_entry_that_is_not_understood_takes_no_other_with_it(
+    kept: Quarantine, said: list[str], strange: Any
+) -> None:
+    """A kernel that is known to be wrong stays out of use; what another version wrote stays in the file."""
+    kept.add(INFO, "b", "wrong")
     content = json.loads(kept.path.read_text())
-    content["entries"][0]["variant"] = ["a"]
-    kept.path.write_text(json.dumps(content))
-    assert kept.variants_for(INFO) == frozenset()
-    assert "damaged" in said[0]
+    kept.path.write_text(json.dumps({**content, "entries": [strange, *content["entries"]]}))
+    assert kept.variants_for(INFO) == {"b"}
+    assert kept.variants_for(INFO) == {"b"}
+    assert len(said) == 1
+    assert "1 of the entries" in said[0]
+    kept.add(INFO, "c", "hung")
+    kept.lift(INFO, ["b"])
+    assert kept.variants_for(INFO) == {"c"}
+    assert strange in json.loads(kept.path.read_text())["entries"]
+    kept.lift_matching(["*"])
+    assert json.loads(kept.path.read_text())["entries"] == []
+    kept.lift_matching(["*"])
+    assert len(said) == 1
 
 
 @pytest.mark.skipif(sys.platform == "win32" or os.getuid() == 0, reason="needs a folder that may not be written")
@@ -217,6 +238,7 @@ def test_what_is_wrong_with_the_file_is_said_once(tmp_path: Path, said: list[str
 WRITER = """
 import sys
 from pathlib import Path
+from typing import Any
 from xinfer.gpu.null import INFO
 from xinfer.quarantine import Quarantine
 kept = Quarantine(Path(sys.argv[1]))
