@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -22,16 +23,27 @@ def cache_folder(name: str) -> Path | None:
     )
     named = Path(os.environ.get(variable, ""))
     base = named if named.is_absolute() else home and home / below  # a relative one is to be ignored (XDG)
-    return base / "xinfer" / name if base else None
+    return base / "xinfer" / name if base and base.is_absolute() else None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe without waiting for somebody to write to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read(path: Path | None, magic: bytes, largest: int) -> bytes | None:
     """What `write` wrote with this magic, if it is whole and not above `largest` bytes; else None."""
+    if path is None:
+        return None
+    longest = largest + len(magic) + DIGEST_BYTES
     try:
-        if path is None or path.stat().st_size > largest + len(magic) + DIGEST_BYTES:
-            return None
-        content = path.read_bytes()
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return None
+            content = file.read(longest + 1)
     except OSError:
+        return None
+    if len(content) > longest:
         return None
     digest, data = content[len(magic) :][:DIGEST_BYTES], content[len(magic) + DIGEST_BYTES :]
     whole = content.startswith(magic) and digest == hashlib.sha256(data).digest()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from tests.conftest import CheckpointFactory
@@ -15,7 +16,7 @@ import build_shaders
 from xinfer import gpu
 from xinfer.cli.options import byte_count
 from xinfer.errors import DeviceError, OutOfMemoryError
-from xinfer.gpu.api import BufferKind, Device, DeviceKind
+from xinfer.gpu.api import Buffer, BufferKind, Device, DeviceKind
 from xinfer.gpu_model import Mode, ModelOptions, QwenModel, predict, prediction
 from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.inspection import predict_model, render_prediction
@@ -206,6 +207,36 @@ def test_loads_are_timed_with_memory_that_is_new(
         assert (len(found.plan.split.streamed), found.plan.split.n_slots) == (4, 2)
     assert sum(1 for _, _, label in made_buffers if label == "spare") == spare
     assert sum(1 for _, _, label in made_buffers if label == "bus") == pinned
+
+
+@pytest.mark.parametrize("room", [3, 2, 1, 0])
+def test_fewer_layers_are_pinned_where_memory_is_short(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """What would run is not refused for the sake of a measurement."""
+    pinned: list[Any] = []
+    create = device.create_buffer
+
+    def short(size: int, kind: BufferKind = "device", label: str = "") -> Buffer:
+        if label == "bus":
+            pinned[:] = [buffer for buffer in pinned if not buffer.released]
+            if len(pinned) >= room:
+                raise OutOfMemoryError("no more")
+            pinned.append(create(size, kind, label))
+            return pinned[-1]  # type: ignore[no-any-return]
+        return create(size, kind, label)
+
+    with ModelWeights.open(checkpoint(UNTIED)) as weights:
+        budget = plan_of(weights, split=Split(streamed=(1, 3, 4, 5), n_slots=2, table_on_host=True)).needed(64)
+        monkeypatch.setattr(device, "info", dataclasses.replace(device.info, kind="discrete"))
+        monkeypatch.setattr(prediction, "SAMPLE", 1)
+        monkeypatch.setattr(device, "create_buffer", short)
+        options = ModelOptions(mode="streaming", context=64, vram_budget=budget)
+        if not room:
+            with pytest.raises(OutOfMemoryError, match="no more"):
+                predict(weights, device, options)
+        else:
+            assert predict(weights, device, options).load_seconds > 0
 
 
 def test_layers_take_a_share_of_a_step(device: Device, checkpoint: CheckpointFactory) -> None:

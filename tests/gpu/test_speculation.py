@@ -14,13 +14,15 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer import ops
 from xinfer.choice import Choice
-from xinfer.errors import NumericalError
+from xinfer.errors import NumericalError, OutOfMemoryError
 from xinfer.gpu.api import Device
-from xinfer.gpu_model import QwenModel
+from xinfer.gpu_model import QwenModel, steps
+from xinfer.gpu_model.checks import CheckedRows
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.options import ModelOptions
 from xinfer.gpu_model.speculation import Lookup, agreement
 from xinfer.kv_cache import KVCache
+from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 
 PROMPT = [5, 17, 3, 99, 42, 5, 17, 3]
@@ -135,6 +137,40 @@ def test_keys_are_in_the_cache_before_other_rows_look_back(
         model.steps.check(3, model.config.vocab_size)
     layers = [f"layers.{i}.{op}" for i in range(2) for op in ("append", "attn")]
     assert recorded == 2 * layers  # to learn which kernels are wanted, and then for good
+
+
+@pytest.mark.parametrize("most_rows", [4, 1, 0])
+def test_where_memory_is_short_fewer_are_guessed(
+    device: Device,
+    checkpoint: CheckpointFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    most_rows: int,
+) -> None:
+    """Down to none, which is told once: the answer stays, and nothing is held by what could not be made."""
+
+    class Checked(CheckedRows):
+        def __init__(self, device: Device, config: Qwen2Config, n_rows: int) -> None:
+            if n_rows > most_rows:
+                raise OutOfMemoryError("too little", needed=2, free=1)
+            super().__init__(device, config, n_rows)
+
+    with on(device, checkpoint("gqa")) as model:
+        expected, _, _ = answered(model, PROMPT, 40, 0)
+        prompt = [*PROMPT, *expected[:30], *PROMPT]
+        cache = filled(model, prompt)
+        expected, logits, _ = answered(model, prompt, 40, 0, cache=cache)
+        before = device.memory().ours
+        monkeypatch.setattr(steps, "CheckedRows", Checked)
+        for _ in range(2):
+            found, found_logits, choice = answered(model, prompt, 40, 7, cache=cache)
+            assert found == expected
+            assert np.array_equal(found_logits, logits)
+            assert (choice.tally.accepted > 0) == (most_rows > 1)
+        model.steps.forget_checks()
+        assert device.memory().ours == before
+    said = [record.getMessage() for record in caplog.records if "no room to check guesses" in record.getMessage()]
+    assert len(said) == (most_rows < 2)
 
 
 def test_wrong_guesses_are_forgotten(

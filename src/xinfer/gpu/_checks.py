@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from xinfer.errors import DeviceError
-from xinfer.gpu.api import MAX_BUFFERS, MAX_CONSTANTS, BufferSlice, DeviceInfo, Groups, KernelCode
+from xinfer.errors import DeviceError, OutOfMemoryError
+from xinfer.gpu.api import MAX_BUFFERS, MAX_CONSTANTS, BufferSlice, DeviceInfo, Groups, KernelCode, MemoryStatus
 
 
 def format_bytes(count: int) -> str:
@@ -15,6 +15,31 @@ def format_bytes(count: int) -> str:
         if count >= 1 << shift:
             return f"{count / (1 << shift):.1f} {unit}"
     return f"{count} bytes"
+
+
+def too_little(
+    device_name: str, label: str, size: int, status: MemoryStatus, *, free: int | None = None
+) -> OutOfMemoryError:
+    """What to say where a buffer cannot be made: of the device's memory, or of whatever else a driver takes.
+
+    `free` is told in place of what the status has, where it is less.
+    """
+    room = status.free if free is None else free
+    what = f"{label or 'a buffer'} needs {format_bytes(size)} of {device_name}'s memory"
+    left = f"{format_bytes(room)} of {format_bytes(status.budget)} are free"
+    if size <= room:
+        text = (
+            f"{what}, which the driver refused although {left}: the host's own memory is used up, or a limit of this "
+            "process is reached (ulimit -v); close other programs, or ask for less"
+        )
+    else:
+        ours, others = format_bytes(status.ours), format_bytes(max(0, status.used - status.ours))
+        missing = format_bytes(size - room)
+        text = (
+            f"{what}, but only {left} ({ours} are in use here, {others} by others): {missing} are missing; free them, "
+            "or ask for less"
+        )
+    return OutOfMemoryError(text, needed=size, free=room)
 
 
 def check_kernel(code: KernelCode, info: DeviceInfo) -> None:

@@ -85,12 +85,12 @@ class MemoryPlan:
     def chosen(self) -> str:
         """For people: which layers stay, and what is taken."""
         split, n_layers = self.split, self.config.num_hidden_layers
-        taken = f"{_size(self.needed(None))} on the device"
+        taken = f"{in_bytes(self.needed(None))} on the device"
         if not split.streamed:
             return f"all {n_layers} layers are resident, {taken}"
         from_disk = "" if split.pinned else ", read from the disk each time"
         what = f"{len(split.streamed)} of {n_layers} layers are streamed"
-        return f"{what}, {_size(self.a_token)} a token{from_disk}; {taken}"
+        return f"{what}, {in_bytes(self.a_token)} a token{from_disk}; {taken}"
 
     def cache(self, context: int) -> int:
         """The KV cache and the rotary tables of one sequence."""
@@ -185,14 +185,15 @@ def _too_little(plan: MemoryPlan, device: Device, options: ModelOptions) -> OutO
         advice = f"the limit is --vram-budget: give it {enough} or more, or leave it out; else {advice}"
     what = f"its embedding, its head and {plan.split.n_slots} of its layers" if plan.split.streamed else "the weights"
     return OutOfMemoryError(
-        f"{device.info.name} has {_size(status.free)} of {_size(status.budget)} free, and {_size(needed)} are "
-        f"needed: {_size(plan.weights)} for {what}, {_size(plan.cache(asked))} for a KV cache of "
-        f"{asked:,} tokens and {_size(plan.workspace)} to work in; {_size(needed - status.free)} are missing; "
+        f"{device.info.name} has {in_bytes(status.free)} of {in_bytes(status.budget)} free, and {in_bytes(needed)} are "
+        f"needed: {in_bytes(plan.weights)} for {what}, {in_bytes(plan.cache(asked))} for a KV cache of "
+        f"{asked:,} tokens and {in_bytes(plan.workspace)} to work in; {in_bytes(needed - status.free)} are missing; "
         f"{advice}",
         needed=needed,
         free=status.free,
     )
 
 
-def _size(n_bytes: int) -> str:
+def in_bytes(n_bytes: int) -> str:
+    """A size for people, in the units that budgets are given in."""
     return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.1f} MB"

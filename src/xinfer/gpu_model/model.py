@@ -246,8 +246,9 @@ class QwenModel:
         """
         ids = checked_ids([token], self.config.vocab_size).tolist()
         if choice.speculate and choice.is_argmax:
-            yield from self._speculated(ids[0], cache, choice, limit)
-            return
+            ids[0], limit = yield from self._speculated(ids[0], cache, choice, limit)
+            if not limit:
+                return
         answer = Answer(self, self._steps, ids[0], cache, choice, limit=limit)
         try:
             for n in range(answer.limit):
@@ -262,19 +263,32 @@ class QwenModel:
         finally:
             answer.closed = True
 
-    def _speculated(self, token: int, cache: KVCache, choice: Choice, limit: int) -> Generator[int]:
-        """As `choose`, with guesses that are checked together; a token joins the cache when it is yielded."""
+    def _speculated(
+        self, token: int, cache: KVCache, choice: Choice, limit: int
+    ) -> Generator[int, None, tuple[int, int]]:
+        """As `choose`, with guesses that are checked together; a token joins the cache when it is yielded.
+
+        Returned are the token and the limit to go on with one by one: where no memory is left to check guesses in.
+        """
         lookup, tally = Lookup([*cache.ids, token]), choice.tally
-        left, width = min(limit, cache.capacity - cache.length), choice.speculate
-        while left:
+        left, most = min(limit, cache.capacity - cache.length), choice.speculate
+        width = most
+        while left and most:
             with self._lock:
                 self._keep_within_budget()
                 rows = [token, *lookup.guess(min(width, left - 1))]
                 self._reserve(cache, cache.length + len(rows))
-                chosen = self._checked(rows, cache, choice)
+                try:
+                    chosen = self._checked(rows, cache, choice)
+                except OutOfMemoryError:
+                    self._steps.forget_checks()
+                    most = width = (len(rows) - 1) // 2
+                    if not most:
+                        self._watch.tell_no_guesses()
+                    continue
             n = agreement(rows[1:], chosen)
             # Where guesses go wrong few are made, and more again as they come true.
-            width = n + 1 if n < len(rows) - 1 else min(2 * width, choice.speculate)
+            width = n + 1 if n < len(rows) - 1 else min(2 * width, most)
             tally.guessed += len(rows) - 1
             tally.accepted += n
             for fed, found in zip(rows[: n + 1], chosen, strict=False):
@@ -285,6 +299,7 @@ class QwenModel:
                 lookup.add(found)
                 yield found
             token, left = chosen[n], left - n - 1
+        return token, left
 
     def _checked(self, rows: list[int], cache: KVCache, choice: Choice) -> list[int]:
         """What is chosen behind each of these tokens, which follow the cache."""

@@ -16,6 +16,7 @@ from itertools import chain, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
+from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Buffer, Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, WeightsLayout
 from xinfer.gpu_model.loading import Job, Loader
@@ -237,6 +238,7 @@ class _Probe:
         # are made before they are filled, as a load does.
         pinned, fill = self._pinned(1)
         if self._plan.on_host:
+            pinned.release()
             wanted = self._many - 1 if self._in_place else -(-PINNED // size)
             pinned, seconds_each = self._pinned(max(1, min(wanted, len(self._plan.split.streamed) - 1)))
             fill = min(fill, seconds_each) if self._in_place else seconds_each
@@ -251,15 +253,29 @@ class _Probe:
         return size / fill, size / median(seconds[1:])  # the first is from cold
 
     def _pinned(self, n: int) -> tuple[Buffer, float]:
-        """The last of n layers in memory that the device copies from, and the seconds to make and to fill each."""
-        began, jobs, first = time.perf_counter(), list[Job](), self._layout.layers[0]
-        for _ in range(n):
-            pinned = self._device.create_buffer(first.size, "upload", "bus")
-            self._held.callback(pinned.release)
-            jobs += [(place, pinned) for place in first.places]
+        """A layer in memory that the device copies from, and the seconds that each of n takes to be made and filled.
+
+        Where memory does not suffice for n it is fewer: a model that fits is not refused for the sake of a measurement.
+        """
+        began, made, first = time.perf_counter(), list[Buffer](), self._layout.layers[0]
+        while len(made) < n:
+            try:
+                made.append(self._device.create_buffer(first.size, "upload", "bus"))
+            except (OutOfMemoryError, MemoryError):
+                if not made:
+                    raise
+                n = max(1, len(made) // 2)
+                for buffer in made[n:]:
+                    buffer.release()
+                del made[n:]
+            else:
+                self._held.callback(made[-1].release)
         with Loader(self._device, self._part) as loader:
-            loader.load(jobs)
-        return pinned, (time.perf_counter() - began) / n
+            loader.load([(place, buffer) for buffer in made for place in first.places])
+        seconds = (time.perf_counter() - began) / n
+        for buffer in made[1:]:
+            buffer.release()
+        return made[0], seconds
 
     def steps(self, n: int, positions: Sequence[int], *, by_clock: bool = False) -> _Timed:
         """Steps of the first n layers, behind so many tokens each; with `by_clock`, the share of layers too."""

@@ -235,6 +235,14 @@ class Steps:
             ]
         )
 
+    def forget_checks(self) -> None:
+        """Give back what checking takes, until it is wanted again."""
+        for key in [key for key in self._recordings if key[0].startswith("check ")]:
+            self._recordings.pop(key).release()
+        for rows in self._checks.values():
+            rows.release()
+        self._checks.clear()
+
     def checked(self, n: int) -> list[int]:
         """The tokens that the last `check` of n rows has chosen, once it has been waited for."""
         return self._checked_rows(n).chosen(n)

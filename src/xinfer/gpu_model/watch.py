@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from xinfer.gpu.api import Device
 from xinfer.gpu_model.layout import SLOTS, Split
+from xinfer.gpu_model.memory import in_bytes
 
 EVERY_S = 0.25  # between two questions to the driver
 PATIENCE_S, MOST_PATIENCE_S = (
@@ -32,6 +33,7 @@ class BudgetWatch:
         self._clock = clock
         self._next = clock() + EVERY_S
         self._told = False  # that there is nothing left to give up
+        self._told_guesses = False
         self._free = 0  # as of the last question, less the reserve
         self._roomy_since: float | None = None
         self._returned_at: float | None = None
@@ -73,13 +75,22 @@ class BudgetWatch:
     def tell_grown(self, n_layers: int, freed: int, n_tokens: int) -> None:
         """Say that layers gave their memory to a cache."""
         _log.warning(
-            "the KV cache for %s tokens needs memory of %s: %d layers were moved to the host's memory, %.2f GB were "
+            "the KV cache for %s tokens needs memory of %s: %d layers were moved to the host's memory, %s were "
             "given back, and the layers are streamed from now on; answers stay the same, and become slower",
             f"{n_tokens:,}",
             self._device.info.name,
             n_layers,
-            freed / 1e9,
+            in_bytes(freed),
         )
+
+    def tell_no_guesses(self) -> None:
+        """Say that guesses are not made any more, once."""
+        if not self._told_guesses:
+            self._told_guesses = True
+            _log.warning(
+                "the memory of %s has no room to check guesses in: tokens come one at a time; answers stay the same",
+                self._device.info.name,
+            )
 
     def tell(self, n_layers: int, freed: int, excess: int) -> None:
         """Say what was done about an excess, once where there is nothing left to be done."""
@@ -88,21 +99,21 @@ class BudgetWatch:
         self._returned_at = None
         if n_layers:
             _log.warning(
-                "other programs need the memory of %s, %.2f GB more than is free: %d layers were moved to the host's "
-                "memory, %.2f GB were given back, and the layers are streamed from now on; answers stay the same, and "
+                "other programs need the memory of %s, %s more than is free: %d layers were moved to the host's "
+                "memory, %s were given back, and the layers are streamed from now on; answers stay the same, and "
                 "become slower",
                 self._device.info.name,
-                excess / 1e9,
+                in_bytes(excess),
                 n_layers,
-                freed / 1e9,
+                in_bytes(freed),
             )
         elif not self._told:
             self._told = True
             _log.warning(
-                "other programs need the memory of %s, %.2f GB more than is free, and no layer can be moved out: the "
+                "other programs need the memory of %s, %s more than is free, and no layer can be moved out: the "
                 "driver may move memory by itself, which is slow; close other programs, or use a smaller context",
                 self._device.info.name,
-                excess / 1e9,
+                in_bytes(excess),
             )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from xinfer.errors import OutOfMemoryError
 from xinfer.gpu._bindings import d3d12 as d3d
 from xinfer.gpu._buffer import NativeBuffer
-from xinfer.gpu._checks import format_bytes
+from xinfer.gpu._checks import too_little
 from xinfer.gpu._d3d12.core import Core, Handle
 from xinfer.gpu._d3d12.heaps import Heaps
 from xinfer.gpu._meter import Meter
@@ -114,14 +114,7 @@ class Allocator:
     def _too_little(self, size: int, label: str) -> OutOfMemoryError:
         status = self.status()
         free = max(0, min(status.free, self._driver_status().free - self.heaps.free_bytes))
-        return OutOfMemoryError(
-            f"{label or 'a buffer'} needs {format_bytes(size)} of {self.core.adapter.info.name}'s memory, but only "
-            f"{format_bytes(free)} of {format_bytes(status.budget)} are free ({format_bytes(status.ours)} are "
-            f"in use here, {format_bytes(max(0, status.used - status.ours))} by others): "
-            f"{format_bytes(max(0, size - free))} are missing; free them, or ask for less",
-            needed=size,
-            free=free,
-        )
+        return too_little(self.core.adapter.info.name, label, size, status, free=free)
 
 
 class D3D12Buffer(NativeBuffer):

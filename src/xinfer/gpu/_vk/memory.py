@@ -9,7 +9,7 @@ from typing import Any
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._buffer import NativeBuffer
-from xinfer.gpu._checks import format_bytes
+from xinfer.gpu._checks import too_little
 from xinfer.gpu._meter import Meter
 from xinfer.gpu._vk.adapter import MemoryType
 from xinfer.gpu._vk.core import Core, Handle, u32
@@ -139,16 +139,7 @@ class Allocator:
             raise self._too_little(size, status, label)
 
     def _too_little(self, size: int, status: MemoryStatus, label: str) -> OutOfMemoryError:
-        others = max(0, status.used - status.ours)
-        name, missing = self.core.adapter.info.name, max(0, size - status.free)
-        free, budget = format_bytes(status.free), format_bytes(status.budget)
-        return OutOfMemoryError(
-            f"{label or 'a buffer'} needs {format_bytes(size)} of {name}'s memory, but only {free} "
-            f"of {budget} are free ({format_bytes(status.ours)} are in use here, "
-            f"{format_bytes(others)} by others): {format_bytes(missing)} are missing; free them, or ask for less",
-            needed=size,
-            free=status.free,
-        )
+        return too_little(self.core.adapter.info.name, label, size, status)
 
 
 class VulkanBuffer(NativeBuffer):
