@@ -42,11 +42,11 @@ BIAS = "value += bias[constants.bias_offset + row];"
 OTHER_HALF = "q[first + half_dim + i]"
 ROW = "uint row = at.y, half_dim"
 TILES = "attention_tiled.hlsl"
-TURNED = "return d < half_dim ? a * turn.x - b * turn.y : b * turn.x + a * turn.y;"
+TURNED = "float2(low * turn.x - high * turn.y,"
 
 FAULTS = [
     Fault("wrong RoPE pairing", STEP, "attn", OTHER_HALF, "q[first + (half_dim + i + 1) % constants.head_dim]", TILES),
-    Fault("RoPE turns the other way", STEP, "attn", TURNED, TURNED.replace("- b", "+ b"), TILES),
+    Fault("RoPE turns the other way", STEP, "attn", TURNED, TURNED.replace("-", "+"), "common.hlsli"),
     Fault("swapped KV head", MANY, "attn", "kv_head = head / (", "kv_head = constants.n_kv_heads - 1 - head / ("),
     Fault("missing bias", STEP, "qkv", BIAS, "value += 0.0;"),
     Fault("dropped residual", STEP, "o", "value += y[", "value += 0.0 * y["),
@@ -163,7 +163,7 @@ def test_a_fault_that_only_a_grown_cache_would_show_is_found(
     check = ("--device", "vulkan", "--tokens", "1", "--longest", "17")
     report = healthy.report("verify", str(model), *check, status=0)
     case = f"{STEP}, full context of 16,384"
-    fault = Fault("RoPE turns the other way", case, "attn", TURNED, TURNED.replace("- b", "+ b"), TILES).on(report)
+    fault = Fault("RoPE turns the other way", case, "attn", TURNED, TURNED.replace("-", "+"), "common.hlsli").on(report)
     short = {name for entry in report["errors"]["by_case"][:-1] for name in entry["variants"]["attn"]}
     assert fault.variant not in short
     copy = Copy(copy_with(fault, tmp_path), tmp_path / "quarantine.json")

@@ -22,7 +22,8 @@ from xinfer import gpu
 from xinfer.cli.app import app
 from xinfer.errors import DeviceError, NumericalError
 from xinfer.gpu_model import ModelOptions, QwenModel
-from xinfer.gpu_model.forward import Pass
+from xinfer.gpu_model.checks import CheckedRows
+from xinfer.gpu_model.forward import Pass, RowsAlone
 from xinfer.gpu_model.steps import ROW_BUCKETS, Steps
 from xinfer.model.synthetic import SyntheticSpec
 from xinfer.model.weights import ModelWeights
@@ -167,6 +168,25 @@ def test_a_step_recorded_in_the_wrong_order_is_found(
     monkeypatch.setattr(Steps, "record_step", early)
     report = run(checkpoint("gqa"))
     assert any(entry["what"].startswith("token of step") and entry["wrong"] for entry in report["recordings"])
+
+
+@pytest.mark.parametrize("fault", ["a layer", "the keys", "the tokens"])
+def test_a_pass_of_guesses_that_is_not_the_steps_is_found(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Single steps are right, and so is each op; what is told are the guesses' own rows."""
+    if fault == "a layer":
+        monkeypatch.setattr(RowsAlone, "_mlp", lambda *_: None)
+    elif fault == "the keys":
+        monkeypatch.setattr(RowsAlone, "_attention", lambda *_: None)
+    else:
+        monkeypatch.setattr(CheckedRows, "chosen", lambda _, n: [0] * n)
+    report = run(checkpoint("gqa"))
+    assert not report["right"]
+    wrong = [entry["what"] for entry in report["recordings"] if entry["wrong"]]
+    kind = {"a layer": "logits of guess 1", "the keys": "keys and values of layer 0 behind guesses"}
+    assert kind.get(fault, "token of guess 1") in wrong
+    assert all("guess" in what for what in wrong)
 
 
 def test_the_command_writes_page_and_json(checkpoint: CheckpointFactory, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from xinfer import ops
 from xinfer.gpu.api import Buffer, BufferKind, Device, Recording
-from xinfer.gpu_model.forward import Network, RowsAlone, Workspace
+from xinfer.gpu_model.forward import Array, Network, RowsAlone, Workspace, download_rows
 from xinfer.model.config import Qwen2Config
 from xinfer.ops import Rows, RowState
 
@@ -68,6 +68,10 @@ class CheckedRows:
     def chosen(self, n: int) -> list[int]:
         """What was chosen behind each of n rows, once the pass has been waited for."""
         return [int.from_bytes(self._chosen.read(4 * row, 4), "little") for row in range(n)]
+
+    def logits(self, n: int) -> Array:
+        """The logits behind each of n rows, (n, vocab), once the pass has been waited for."""
+        return download_rows(self._device, self._logits.rows(0, n))
 
     def _scratch_for(self, plan: ops.AttentionPlan) -> Buffer:
         """For attention of all rows that there is room for. Another plan than before: nothing uses the old one now."""

@@ -247,6 +247,10 @@ class Steps:
         """The tokens that the last `check` of n rows has chosen, once it has been waited for."""
         return self._checked_rows(n).chosen(n)
 
+    def checked_logits(self, n: int) -> Array:
+        """The logits behind each of them, (n, vocab)."""
+        return self._checked_rows(n).logits(n)
+
     def _checked_rows(self, n: int) -> CheckedRows:
         """Room for n rows, made when first needed: for twice as many each time, so that little is made in vain."""
         size = 1 << (n - 1).bit_length()

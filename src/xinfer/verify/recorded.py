@@ -7,11 +7,13 @@ at a time. Where it does not, something between the ops is wrong: a missing barr
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Ticket
 from xinfer.gpu_model.forward import download_rows
 from xinfer.gpu_model.steps import LOAD, READ, STEP, Steps
@@ -22,6 +24,7 @@ from xinfer.verify.watch import cached_rows, patience
 
 GARBAGE = 0x7E00_7E00  # NaN in f16, and far from everything in float32
 SHORT = 65  # tokens of prompts that are run in both forms
+GUESSES = 16  # as many as a pass takes at most
 LIMIT = 1e-4  # relative L2 error of what may be another rounding, which a driver may choose for another pipeline
 
 
@@ -92,7 +95,37 @@ class Replay:
             cache.ids.append(int(ids[0]))
             if token != chosen[number] and not found:
                 found.append(Difference(case=case.name, what=f"token of step {number + 1}", error=float("inf")))
-        return [*self._compare_cache(case, case.n_prompt, keys, values), *found]
+        found = [*self._compare_cache(case, case.n_prompt, keys, values), *found]
+        with suppress(OutOfMemoryError):  # where there is no room for guesses, none are made
+            found += self._guesses(case, ends, parts, logits, chosen, keys, values)
+        return found
+
+    def _guesses(
+        self,
+        case: Case,
+        prompt: Sequence[tuple[int, NDArray[np.int64]]],
+        parts: Sequence[tuple[int, NDArray[np.int64]]],
+        logits: Sequence[Array],
+        chosen: Sequence[int],
+        keys: Sequence[Array],
+        values: Sequence[Array],
+    ) -> list[Difference]:
+        """The tokens of the steps once more, checked together as guesses are (`speculate`)."""
+        steps, n = self._steps, min(len(parts), GUESSES)
+        tokens = [int(ids[0]) for _, ids in parts[:n]]
+        recording = steps.check(n, steps.config.vocab_size)
+        self._run_chunks(prompt, whole=False)
+        steps.stage_check(tokens, self._cache)
+        self._wait(steps.submit(recording, (LOAD, STEP)))
+        self._cache.ids += tokens
+        made = {"keys": [own[:n] for own in keys], "values": [own[:n] for own in values]}
+        found = self._compare_cache(case, case.n_prompt, **made, of=" behind guesses")
+        for number, (own, expected) in enumerate(zip(steps.checked_logits(n), logits, strict=False)):
+            found += _compare(case, f"logits of guess {number + 1}", own, expected.reshape(-1))
+        wrong = [number for number, token in enumerate(steps.checked(n)) if token != chosen[number]]
+        if wrong and not found:
+            found.append(Difference(case=case.name, what=f"token of guess {wrong[0] + 1}", error=float("inf")))
+        return found
 
     def _run_chunks(self, parts: Sequence[tuple[int, NDArray[np.int64]]], *, whole: bool) -> None:
         steps, cache = self._steps, self._cache
@@ -124,13 +157,13 @@ class Replay:
             recording.release()
 
     def _compare_cache(
-        self, case: Case, first: int, keys: Sequence[Array], values: Sequence[Array]
+        self, case: Case, first: int, keys: Sequence[Array], values: Sequence[Array], *, of: str = ""
     ) -> list[Difference]:
         network, found = self._steps.network(), []
         for i, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
             made_keys, made_values = cached_rows(network, i, self._cache, first + len(own_keys))
             made = np.stack([made_keys[first:], made_values[first:]])
-            found += _compare(case, f"keys and values of layer {i}", made, np.stack([own_keys, own_values]))
+            found += _compare(case, f"keys and values of layer {i}{of}", made, np.stack([own_keys, own_values]))
         return found
 
 
