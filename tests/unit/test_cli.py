@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from tests.unit.cli_run import hear_interrupts, run
 
 from xinfer import LLM, inspection
-from xinfer.cli.app import main, with_options
+from xinfer.cli.app import COMMANDS, main, with_options
 from xinfer.cli.status import ERROR, INTERNAL, INTERRUPTED, MEANINGS, OK, TERMINATED
 from xinfer.errors import RequestError
 from xinfer.model.reference import ReferenceModel
@@ -391,6 +391,14 @@ def test_chat_goes_on_after_a_template_refuses(folder: Path, tmp_path: Path) -> 
     run("chat", "--model", strict, "--max-tokens", 2, stdin=b"b\n")
     assert "error: " in result.stderr
     assert "answer" in result.stderr
+
+
+@pytest.mark.parametrize("command", [command.__name__.replace("_", "-") for command in COMMANDS])
+def test_no_option_is_cut_off_where_a_terminal_has_80_columns(command: str) -> None:
+    shown = run(command, "--help", environment={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "--" in shown
+    assert not re.findall(r"-[a-z-]+…", shown)
 
 
 def test_the_readme_and_the_help_say_what_exit_statuses_mean() -> None:

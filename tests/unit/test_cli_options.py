@@ -28,13 +28,20 @@ from xinfer.gpu_model import ModelOptions, OptionValues
         ("7.5GiB", 15 << 29),
         ("500 mb", 500_000_000),
         ("2TiB", 2 << 40),
-        ("123456", 123456),
+        ("123456789", 123456789),
+        ("0", 0),
         (" 1 KiB ", 1024),
         ("12B", 12),
     ],
 )
 def test_sizes(text: str | None, expected: int | None) -> None:
     assert byte_count(text) == expected
+
+
+@pytest.mark.parametrize("text", ["8", "7.5", " 24 ", "999999"])
+def test_a_number_without_its_unit_is_not_taken_for_bytes(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=f"are bytes; expected a unit, as in {text.strip()}GB"):
+        byte_count(text)
 
 
 def test_sizes_beyond_reason_are_as_good_as_no_limit() -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "the checkpoint's"  # where the default of a sampling value comes from
 LARGEST_SIZE = 2**63  # bytes: more than there is anywhere
+LEAST_SIZE = 1_000_000  # what is less and has no unit was not meant as bytes
 
 
 def checked_device(value: str | None) -> str | None:
@@ -73,7 +74,7 @@ KVCache = Annotated[
 Mode = Annotated[
     str,
     typer.Option(
-        metavar="auto|resident|streaming",
+        metavar="MODE",
         help="auto streams the layers that do not fit on a GPU, resident refuses, streaming streams one at least.",
     ),
 ]
@@ -164,7 +165,10 @@ def byte_count(size: str | None) -> int | None:
         raise typer.BadParameter(f"{size!r}; expected a size such as 8GB, 7.5GiB or 500MB", param_hint="--vram-budget")
     number, prefix, binary = found.groups()
     unit: int = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
-    return round(min(float(number) * unit, LARGEST_SIZE))  # enough digits are infinity
+    n_bytes = round(min(float(number) * unit, LARGEST_SIZE))  # enough digits are infinity
+    if found[0].strip()[-1].isdigit() and 0 < n_bytes < LEAST_SIZE:
+        raise typer.BadParameter(f"{size!r} are bytes; expected a unit, as in {number}GB", param_hint="--vram-budget")
+    return n_bytes
 
 
 def model_options(ctx: typer.Context) -> ModelOptions:

@@ -196,4 +196,6 @@ def _too_little(plan: MemoryPlan, device: Device, options: ModelOptions) -> OutO
 
 def in_bytes(n_bytes: int) -> str:
     """A size for people, in the units that budgets are given in."""
+    if n_bytes < 1e5:
+        return f"{n_bytes:,} bytes"
     return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e9 else f"{n_bytes / 1e6:,.1f} MB"

@@ -52,8 +52,9 @@ def as_page(report: dict[str, Any]) -> str:
 
 def _report(report: dict[str, Any]) -> list[str]:
     device, model = report["device"], report["model"]
+    kind = "software" if device["kind"] == "cpu" else device["kind"]
     rows = [
-        ("device", f"{device['name']} ({device['selector']}, {device['kind']})"),
+        ("device", f"{device['name']} ({device['selector']}, {kind})"),
         ("driver", f"{device['driver']} {device['driver_version']}, {device['api']} {device['api_version']}"),
         ("model", f"{model['layers']} layers of {model['hidden_size']}, {model['parameters']:,} parameters"),
         ("compared", f"{report['numbers_judged']:,} numbers of {report['ops_judged']:,} ops, {report['seconds']} s"),
