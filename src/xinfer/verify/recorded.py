@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from xinfer.kv_cache import KVCache
 from xinfer.trials.judge import Array
 from xinfer.verify.findings import Case
 from xinfer.verify.watch import cached_rows, patience
+
+Parts = Sequence[tuple[int, NDArray[np.int64]]]  # each its begin, and its ids
 
 GARBAGE = 0x7E00_7E00  # NaN in f16, and far from everything in float32
 SHORT = 65  # tokens of prompts that are run in both forms
@@ -42,6 +44,18 @@ class Difference:
         return not self.error <= LIMIT
 
 
+@dataclass(slots=True)
+class Trace:
+    """What the device made in one case: x after the last layer, K and V of every layer, logits and tokens of steps."""
+
+    case: Case
+    x: list[Array]  # a chunk of a prompt, or a step, each (rows, hidden)
+    keys: list[Array] = field(default_factory=list)  # a layer each: (n, KV heads, D), of the case's own positions
+    values: list[Array] = field(default_factory=list)
+    logits: list[Array] = field(default_factory=list)  # a step each: (vocab,)
+    chosen: list[int] = field(default_factory=list)
+
+
 class Replay:
     """Runs a model's recordings on given prompts and steps."""
 
@@ -50,37 +64,22 @@ class Replay:
         self._cache = cache
         self._ids = ids
 
-    def prompt(
-        self,
-        case: Case,
-        parts: Sequence[tuple[int, NDArray[np.int64]]],
-        x: Array,
-        keys: Sequence[Array],
-        values: Sequence[Array],
-    ) -> list[Difference]:
+    def prompt(self, trace: Trace, parts: Parts) -> list[Difference]:
         """A prompt by its recordings: one that runs every layer to its end, and one that only fills the cache."""
         found: list[Difference] = []
-        n_rows = len(parts[-1][1])
+        case, n_rows = trace.case, len(parts[-1][1])
         # They differ in the last layer alone, which a short prompt shows as well.
         for whole in (True, False) if case.n_prompt <= SHORT else (False,):
             self._run_chunks(parts, whole=whole)
-            found += self._compare_cache(case, 0, keys, values)
+            found += self._compare_cache(trace, 0)
             if whole:
                 made = download_rows(self._steps.device, self._steps.many.rows("x", n_rows))
-                found += _compare(case, "the last layer's output", made, x[:n_rows])
+                found += _compare(case, "the last layer's output", made, trace.x[-1][:n_rows])
         return _distinct(found)
 
-    def steps(
-        self,
-        case: Case,
-        parts: Sequence[tuple[int, NDArray[np.int64]]],
-        logits: Sequence[Array],
-        chosen: Sequence[int],
-        keys: Sequence[Array],
-        values: Sequence[Array],
-    ) -> list[Difference]:
+    def steps(self, trace: Trace, parts: Parts) -> list[Difference]:
         """Decode steps by their recording, behind a prompt by its own: its chunks are those of `prompt`."""
-        steps, cache, size = self._steps, self._cache, self._steps.max_rows
+        case, steps, cache, size = trace.case, self._steps, self._cache, self._steps.max_rows
         ends = [(first, self._ids[first : min(first + size, case.n_prompt)]) for first in range(0, case.n_prompt, size)]
         if cache.ids != self._ids[: case.n_prompt].tolist():  # else it is there from `prompt`
             self._run_chunks(ends, whole=False)
@@ -90,44 +89,34 @@ class Replay:
             steps.stage_one(int(ids[0]), cache, position=start)
             self._wait(steps.submit(recording, (LOAD, STEP, READ)))
             made = np.frombuffer(steps.logits_back.read(), np.float32)
-            found += _compare(case, f"logits of step {number + 1}", made, logits[number])
+            found += _compare(case, f"logits of step {number + 1}", made, trace.logits[number])
             token = steps.chosen(0)
             cache.ids.append(int(ids[0]))
-            if token != chosen[number] and not found:
+            if token != trace.chosen[number] and not found:
                 found.append(Difference(case=case.name, what=f"token of step {number + 1}", error=float("inf")))
-        found = [*self._compare_cache(case, case.n_prompt, keys, values), *found]
+        found = [*self._compare_cache(trace, case.n_prompt), *found]
         with suppress(OutOfMemoryError):  # where there is no room for guesses, none are made
-            found += self._guesses(case, ends, parts, logits, chosen, keys, values)
+            found += self._guesses(trace, ends, parts)
         return found
 
-    def _guesses(
-        self,
-        case: Case,
-        prompt: Sequence[tuple[int, NDArray[np.int64]]],
-        parts: Sequence[tuple[int, NDArray[np.int64]]],
-        logits: Sequence[Array],
-        chosen: Sequence[int],
-        keys: Sequence[Array],
-        values: Sequence[Array],
-    ) -> list[Difference]:
+    def _guesses(self, trace: Trace, prompt: Parts, parts: Parts) -> list[Difference]:
         """The tokens of the steps once more, checked together as guesses are (`speculate`)."""
-        steps, n = self._steps, min(len(parts), GUESSES)
+        case, steps, n = trace.case, self._steps, min(len(parts), GUESSES)
         tokens = [int(ids[0]) for _, ids in parts[:n]]
         recording = steps.check(n, steps.config.vocab_size)
         self._run_chunks(prompt, whole=False)
         steps.stage_check(tokens, self._cache)
         self._wait(steps.submit(recording, (LOAD, STEP)))
         self._cache.ids += tokens
-        made = {"keys": [own[:n] for own in keys], "values": [own[:n] for own in values]}
-        found = self._compare_cache(case, case.n_prompt, **made, of=" behind guesses")
-        for number, (own, expected) in enumerate(zip(steps.checked_logits(n), logits, strict=False)):
+        found = self._compare_cache(trace, case.n_prompt, n=n, of=" behind guesses")
+        for number, (own, expected) in enumerate(zip(steps.checked_logits(n), trace.logits, strict=False)):
             found += _compare(case, f"logits of guess {number + 1}", own, expected.reshape(-1))
-        wrong = [number for number, token in enumerate(steps.checked(n)) if token != chosen[number]]
+        wrong = [number for number, token in enumerate(steps.checked(n)) if token != trace.chosen[number]]
         if wrong and not found:
             found.append(Difference(case=case.name, what=f"token of guess {wrong[0] + 1}", error=float("inf")))
         return found
 
-    def _run_chunks(self, parts: Sequence[tuple[int, NDArray[np.int64]]], *, whole: bool) -> None:
+    def _run_chunks(self, parts: Parts, *, whole: bool) -> None:
         steps, cache = self._steps, self._cache
         self._wipe_cache()
         for start, ids in parts:
@@ -156,11 +145,11 @@ class Replay:
         finally:
             recording.release()
 
-    def _compare_cache(
-        self, case: Case, first: int, keys: Sequence[Array], values: Sequence[Array], *, of: str = ""
-    ) -> list[Difference]:
-        network, found = self._steps.network(), []
-        for i, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
+    def _compare_cache(self, trace: Trace, first: int, *, n: int | None = None, of: str = "") -> list[Difference]:
+        """Keys and values of the case's own positions, the first n of them, which stand from `first` on."""
+        case, network, found = trace.case, self._steps.network(), list[Difference]()
+        for i, (all_keys, all_values) in enumerate(zip(trace.keys, trace.values, strict=True)):
+            own_keys, own_values = all_keys[:n], all_values[:n]
             made_keys, made_values = cached_rows(network, i, self._cache, first + len(own_keys))
             made = np.stack([made_keys[first:], made_values[first:]])
             found += _compare(case, f"keys and values of layer {i}{of}", made, np.stack([own_keys, own_values]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from xinfer.verify.ends import HeadJudge, judge_embed
 from xinfer.verify.findings import Case, Finding
 from xinfer.verify.layers import LayerJudge, Placement
 from xinfer.verify.oracle import Oracle, OracleLayer
-from xinfer.verify.recorded import Difference, Replay
+from xinfer.verify.recorded import Difference, Replay, Trace
 from xinfer.verify.watch import WatchedPass
 
 LENGTHS = (1, 2, 8, 17, 64, 65, 513)  # of prompts: around the borders of blocks, tiles and the kinds of kernels
@@ -31,18 +31,6 @@ HEAD_ROWS = 65  # of a prompt whose logits are looked at
 SEED = 4
 
 Progress = Callable[[int, int], None]
-
-
-@dataclass(slots=True)
-class Trace:
-    """What the device made in one case: x after the last layer, K and V of every layer, logits and tokens of steps."""
-
-    case: Case
-    x: list[Array]  # a chunk of a prompt, or a step, each (rows, hidden)
-    keys: list[Array] = field(default_factory=list)  # a layer each: (n, KV heads, D), of the case's own positions
-    values: list[Array] = field(default_factory=list)
-    logits: list[Array] = field(default_factory=list)  # a step each: (vocab,)
-    chosen: list[int] = field(default_factory=list)
 
 
 class Session:
@@ -221,9 +209,9 @@ class Session:
             if case.full:  # made when the cache grows; their kernels have been judged
                 found = []
             elif case.n_steps:
-                found = replay.steps(case, parts, trace.logits, trace.chosen, trace.keys, trace.values)
+                found = replay.steps(trace, parts)
             else:
-                found = replay.prompt(case, parts, trace.x[-1], trace.keys, trace.values)
+                found = replay.prompt(trace, parts)
             self.differences += found
             for _, ids in parts:
                 self._advance(ids, self.oracle.config.num_hidden_layers)
