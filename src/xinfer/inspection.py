@@ -270,7 +270,7 @@ def render_adapters(report: dict[str, Any]) -> str:
     """`list_adapters`' report for people."""
     parts = []
     for device in report["devices"]:
-        kind = "software" if device["kind"] == "cpu" else device["kind"]
+        kind = gpu.kind_name(device["kind"])
         if kind == "software" or device["emulated"]:
             kind += ", used only when asked for"
         subgroups = f"{device['subgroup_size_min']} to {device['subgroup_size_max']}"

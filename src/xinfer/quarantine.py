@@ -86,7 +86,7 @@ class Quarantine:
                 self._warn(f"the quarantine file {self.path} is no file; it is ignored")
                 return [], []
             with self.path.open("rb") as file:
-                read = [(_entry(item), item) for item in entries_of(file.read(LARGEST), VERSION)]
+                entries, strange = entries_of(file.read(LARGEST), VERSION, _entry)
         except FileNotFoundError:
             return [], []
         except (ValueError, RecursionError) as error:
@@ -95,13 +95,12 @@ class Quarantine:
         except OSError as error:
             self._warn(f"the quarantine file {self.path} cannot be read ({error.strerror or error}); it is ignored")
             return [], []
-        strange = [item for entry, item in read if not entry]
         if strange:
             self._warn(
                 f"{len(strange)} of the entries in the quarantine file {self.path} cannot be understood, and are "
                 "passed over: another version of xinfer may have written them; `xinfer doctor` tries the kernels again"
             )
-        return [entry for entry, _ in read if entry], strange
+        return entries, strange
 
     def entries_for(self, info: DeviceInfo) -> list[Entry]:
         """What failed with this adapter's driver, a variant each."""

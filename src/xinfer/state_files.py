@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LOCK_S = 10.0  # another writer takes milliseconds
 
@@ -27,15 +29,18 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.unlink(missing_ok=True)
 
 
-def entries_of(data: bytes, version: int) -> list[Any]:
-    """The entries of a file that is {"version": ..., "entries": [...]} in JSON. Raises ValueError where it is not."""
+def entries_of(data: bytes, version: int, entry: Callable[[Any], T | None]) -> tuple[list[T], list[Any]]:
+    """The entries of a JSON file that is {"version": ..., "entries": [...]}, and those that `entry` makes nothing of.
+
+    Raises ValueError where it is another file.
+    """
     content = json.loads(data)
     if not isinstance(content, dict) or not isinstance(content.get("entries"), list):
         raise ValueError("it has no list of entries")  # noqa: TRY004  # of a file's content, not a caller's
     if content.get("version") != version:
         raise ValueError(f"its version is {content.get('version')!r}; expected {version}")
-    entries: list[Any] = content["entries"]
-    return entries
+    read = [(entry(item), item) for item in content["entries"]]
+    return [made for made, _ in read if made is not None], [item for made, item in read if made is None]
 
 
 def once(tell: Callable[[str], None] | None) -> Callable[[str], None]:

@@ -183,8 +183,7 @@ class TuningFile:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise ValueError(f"it is longer than {LARGEST >> 20} MiB")
-        read = [(_entry(item), item) for item in entries_of(data, VERSION)]
-        return [entry for entry, _ in read if entry], [item for entry, item in read if not entry]
+        return entries_of(data, VERSION, _entry)
 
 
 def tuning_path() -> Path | None:

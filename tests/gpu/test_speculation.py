@@ -21,6 +21,7 @@ from xinfer.gpu_model.checks import CheckedRows
 from xinfer.gpu_model.layout import Split
 from xinfer.gpu_model.options import ModelOptions
 from xinfer.gpu_model.speculation import Lookup, agreement
+from xinfer.gpu_model.tuning import AttentionChoice, Tuning
 from xinfer.kv_cache import KVCache
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
@@ -117,6 +118,19 @@ def test_the_answer_is_that_of_single_steps_to_the_bit(
         assert np.array_equal(found_logits, logits), "keys or values differ from those of single steps"
         assert choice.tally.accepted > 0
         assert choice.tally.accepted <= choice.tally.guessed
+
+
+def test_without_rope_append_no_tuning_makes_a_step_turn_its_keys(
+    device: Device, checkpoint: CheckpointFactory
+) -> None:
+    """Guessed rows could not be what such a step is."""
+    with on(device, checkpoint("gqa"), quarantine=["rope_append.f16"]) as model:
+        sites = model.steps.sites()
+        assert not any("turn" in name for name in sites.attention())
+        chosen = AttentionChoice(variant="attention.f16.tiled64_turn", n_splits=1)
+        assert not sites.accepted(Tuning(attention={512: chosen})).attention
+    with on(device, checkpoint("gqa")) as model:
+        assert model.steps.sites().accepted(Tuning(attention={512: chosen})).attention == {512: chosen}
 
 
 def test_keys_are_in_the_cache_before_other_rows_look_back(

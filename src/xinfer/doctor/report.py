@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xinfer.doctor.isolated import BROKEN, FAILURES
+from xinfer.gpu import kind_name
 
 COMMON_NAMES = frozenset({"root", "user", "admin", "administrator", "runner", "build", "gpu"})  # they say nothing
 LEAST_NAME = 3  # shorter names would be found in words
@@ -78,7 +79,7 @@ def _adapter_lines(adapter: dict[str, Any]) -> list[str]:
         free, budget = max(0, memory["budget"] - memory["used"]), memory["budget"]
         size += f", {free / 1e9:.1f} GB of a budget of {budget / 1e9:.1f} free"
     lines = [
-        f"{adapter['selector']}  {adapter['name']} ({'software' if adapter['kind'] == 'cpu' else adapter['kind']})",
+        f"{adapter['selector']}  {adapter['name']} ({kind_name(adapter['kind'])})",
         f"  driver     {adapter['driver']} {adapter['driver_version']}, {adapter['api']} {adapter['api_version']}",
         f"  memory     {size}",
         f"  bindings   up to {adapter['max_storage_range'] / 1e6:,.0f} MB",

@@ -20,6 +20,7 @@ __all__ = [
     "choose_device",
     "diagnose",
     "drivers_loading",
+    "kind_name",
     "list_devices",
     "open_device",
 ]
@@ -102,6 +103,11 @@ def best(devices: list[api.DeviceInfo]) -> api.DeviceInfo | None:
     """The first of the kind that is liked most; None out of none."""
     order = [*BY_PREFERENCE, "cpu"]
     return min(devices, key=lambda device: order.index(device.kind), default=None)
+
+
+def kind_name(kind: str) -> str:
+    """A `DeviceInfo.kind` as people are told it: "cpu" is a software driver, and not what --device cpu means."""
+    return "software" if kind == "cpu" else kind
 
 
 def open_device(selector: str, *, debug: bool = False, mark_ops: bool = False) -> api.Device | None:

@@ -162,13 +162,12 @@ class Pass:
     def _attention_plan(self, n: int, **options: Any) -> ops.AttentionPlan:
         """For n rows at a time."""
         network = self.network
-        cache = network.cache(0)
         return ops.plan_attention(
-            *(self.on, cache),
+            *(self.on, network.cache(0)),
             n_heads=self.config.num_attention_heads,
             n_rows=n,
             max_keys=network.max_keys,
-            turn=n == 1 and not self.tapped and ops.can_rope_append(self.on, cache),
+            turn=n == 1 and not self.tapped,
             exact=network.exact,
             **options,
         )

@@ -488,11 +488,9 @@ class Steps:
         """The scratch of attention in the most demanding of the recordings, and how much of it are counters."""
         on = Recorder(WantedKernels(), self.kernels)  # nothing is recorded: plans are asked for
         cache = cache_blocks(self.pool, self.config, 0)
-        heads, turns = self.config.num_attention_heads, ops.can_rope_append(on, cache)
+        heads = self.config.num_attention_heads
         plans = [
-            ops.plan_attention(
-                *(on, cache), n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1 and turns, exact=self.exact
-            )
+            ops.plan_attention(on, cache, n_heads=heads, n_rows=n, max_keys=max_keys, turn=n == 1, exact=self.exact)
             for n in planned_rows(self.max_rows)
         ]
         if (tuned := self.tuning.attention_for(max_keys)) is not None:

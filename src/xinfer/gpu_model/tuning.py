@@ -125,7 +125,9 @@ class Sites:
 
     def attention(self) -> list[str]:
         """Variants of a decode step's attention, likewise."""
-        names = ops.attention_candidates(self.cache, 1, turn=True, exact=self.exact)
+        on = ops.Recorder(ops.WantedKernels(), self.kernels)  # nothing is recorded
+        turn = ops.can_rope_append(on, self.cache)  # as `plan_attention` has it
+        names = ops.attention_candidates(self.cache, 1, turn=turn, exact=self.exact)
         return [name for name in names if self.kernels.usable(name)]
 
     def accepted(self, tuning: Tuning) -> Tuning:

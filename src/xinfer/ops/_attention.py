@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from xinfer.gpu.api import Bindable, Groups
 from xinfer.ops._base import MAX_TRIPS, CacheBlocks, Recorder, Rows, ceil_div, expect, span
 from xinfer.ops._capacity import Capacity
+from xinfer.ops._elementwise import can_rope_append
 from xinfer.shaders.catalog import (
     ATTENTION_DIM_MAX,
     ATTENTION_HEADS_A_LOAD,
@@ -58,11 +59,13 @@ def plan_attention(
 ) -> AttentionPlan:
     """Choose the kernel and the number of splits for up to `n_rows` query rows that see up to `max_keys` keys each.
 
-    With `turn` a kernel may be chosen that does rope and kv_append as well: see `turn_attention`.
+    With `turn` a kernel may be chosen that does rope and kv_append as well: see `turn_attention`. It is none where
+    `rope_append` cannot be used, so that rows are the same whether they see only their own keys or each other's.
     Without `exact`, matrix cores may take weights as f16.
     """
     expect(n_heads % cache.n_kv_heads == 0, f"{n_heads} heads on {cache.n_kv_heads} KV heads")
     expect(cache.head_dim <= ATTENTION_DIM_MAX, f"head_dim {cache.head_dim} exceeds {ATTENTION_DIM_MAX}")
+    turn = turn and can_rope_append(on, cache)
     few_keys = max_keys * cache.n_kv_heads <= FEW_KEYS
     chosen = on.choose(attention_candidates(cache, n_rows, turn=turn, few_keys=few_keys, exact=exact), variant)
     groups = math.prod(_groups(chosen, n_heads, cache.n_kv_heads, n_rows))

@@ -6,6 +6,7 @@ import math
 from html import escape
 from typing import Any
 
+from xinfer.gpu import kind_name
 from xinfer.verify.report import TOLERANCE, not_finite, place
 
 CELL_W, CELL_H, LEFT, TOP = 62, 15, 66, 20
@@ -52,9 +53,8 @@ def as_page(report: dict[str, Any]) -> str:
 
 def _report(report: dict[str, Any]) -> list[str]:
     device, model = report["device"], report["model"]
-    kind = "software" if device["kind"] == "cpu" else device["kind"]
     rows = [
-        ("device", f"{device['name']} ({device['selector']}, {kind})"),
+        ("device", f"{device['name']} ({device['selector']}, {kind_name(device['kind'])})"),
         ("driver", f"{device['driver']} {device['driver_version']}, {device['api']} {device['api_version']}"),
         ("model", f"{model['layers']} layers of {model['hidden_size']}, {model['parameters']:,} parameters"),
         ("compared", f"{report['numbers_judged']:,} numbers of {report['ops_judged']:,} ops, {report['seconds']} s"),
