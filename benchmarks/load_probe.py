@@ -49,26 +49,28 @@ class Case:
     chunk: int | None = None  # MiB
     most: int | None = None  # chunks
     threads: int | None = None
-    a_thread: int | None = None  # MiB of a chunk that a thread of its own makes
+    piece: int | None = None  # MiB of the file that a thread takes at a time
     imports: bool = True
     switch: float | None = None  # seconds after which a thread has to let the interpreter go
 
 
 CASES = (
     Case(),
-    Case(what="chunks of 8 MiB", chunk=8, most=32),
-    Case(what="chunks of 16 MiB", chunk=16),
-    Case(what="chunks of 16 MiB, 40 of them", chunk=16, most=40),
-    Case(what="chunks of 64 MiB", chunk=64),
-    Case(what="chunks of 64 MiB, 12 of them, 10 threads", chunk=64, most=12, threads=10),
-    Case(what="28 chunks", most=28),
-    Case(what="17 chunks", most=17),
-    Case(what="8 threads, 12 chunks", threads=8, most=12),
-    Case(what="12 threads, 16 chunks", threads=12, most=16),
-    Case(what="24 threads, 28 chunks", threads=24, most=28),
-    Case(what="each chunk made by 8 threads", a_thread=4),
+    Case(what="chunks of 1 MiB, 64 of them", chunk=1, most=64),
+    Case(what="chunks of 2 MiB, 64 of them", chunk=2, most=64),
+    Case(what="chunks of 4 MiB, 20 of them", most=20),
+    Case(what="chunks of 4 MiB, 48 of them", most=48),
+    Case(what="chunks of 4 MiB, 160 of them", most=160),
+    Case(what="chunks of 8 MiB, 20 of them", chunk=8, most=20),
+    Case(what="chunks of 8 MiB, 32 of them", chunk=8, most=32),
+    Case(what="chunks of 16 MiB, 20 of them", chunk=16, most=20),
+    Case(what="chunks of 32 MiB, 20 of them", chunk=32, most=20),
+    Case(what="8 threads", threads=8),
+    Case(what="12 threads", threads=12),
+    Case(what="14 threads", threads=14),
+    Case(what="24 threads, 48 chunks", threads=24, most=48),
+    Case(what="8 MiB of the file for a thread at a time", piece=8),
     Case(what="chunks that the driver makes", imports=False),
-    Case(what="the interpreter passed on after 0.5 ms", switch=5e-4),
     Case(what="the interpreter passed on after 50 us", switch=5e-5),
     Case(),
 )
@@ -96,14 +98,10 @@ class Probe:
         before = staging.chunk, staging.most
         with ExitStack() as held:
             n = case.threads or n_readers()
-            piece = MIB * case.chunk if case.chunk else staging.chunk
+            piece = MIB * case.piece if case.piece else loading.PIECE
             held.enter_context(mock.patch.multiple(loading, n_readers=lambda: n, PIECE=piece))
-            held.enter_context(mock.patch.object(loading, "READ", min(piece, loading.READ)))
-            if case.a_thread:
-                held.enter_context(mock.patch.object(pinned, "A_THREAD", MIB * case.a_thread))
-            held.enter_context(mock.patch.object(_staging.Staging, "trim"))  # the ring stays for a second load
             self.forget_ring()
-            staging.chunk, staging.most = piece, case.most or staging.most
+            staging.chunk, staging.most = MIB * case.chunk if case.chunk else staging.chunk, case.most or staging.most
             pinning = self.device.pinning
             if chosen[False] is not False:
                 pinning._chosen[False] = None if case.imports else False
@@ -160,7 +158,7 @@ def making(probe: Probe) -> None:
     device = probe.device
     total = min(MOST_PINNED, device.memory().budget // 8)
     cases: list[tuple[bool, int, int, int]] = [(False, 32, 1, 4)]  # import, MiB, callers, MiB that a thread makes
-    cases += [(True, size, n_readers(), a_thread) for size in (16, 32, 64) for a_thread in (4, size)]
+    cases += [(True, size, n_readers(), a_thread) for size in (4, 32) for a_thread in {4, size}]
     cases += [(True, 512, 1, a_thread) for a_thread in (4, 32)]
     chosen = dict(device.pinning._chosen)
     for imports, size, callers, a_thread in cases:
@@ -225,7 +223,7 @@ def ceilings(probe: Probe) -> None:
 def raw_reading(weights: ModelWeights, n_threads: int) -> float:
     """Bytes a second of threads that read the files piece by piece, each into a chunk of its own."""
     files = sorted({info.file for info in weights.tensors.values()})
-    size = min(_staging.LARGE_CHUNK, *(file.stat().st_size for file in files))
+    size = min(_staging.CHUNK, *(file.stat().st_size for file in files))
     spans = [(file, at) for file in files for at in range(0, file.stat().st_size - size + 1, size)]
     pages = pinned.HostPages(n_threads * size)
     work, lock = iter(spans), threading.Lock()

@@ -97,8 +97,7 @@ def test_a_budget_for_one_slot_is_enough(device: Device, checkpoint: CheckpointF
 
 def _collect(device: Device) -> None:
     """Have it give back what waits to be, and staging: how much of that there is depends on who was first."""
-    device._transfers.kept = 0  # type: ignore[attr-defined]
-    device._transfers.trim()  # type: ignore[attr-defined]
+    device._transfers.release()  # type: ignore[attr-defined]
     device.collect()  # type: ignore[attr-defined]
 
 

@@ -26,8 +26,7 @@ def open_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Ope
     """Devices on made-up machines; in the end nothing is alive, and no rule was broken."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LOCALAPPDATA", str(tmp_path))
-    for name in ("CHUNK", "LARGE_CHUNK"):
-        monkeypatch.setattr(staging, name, MIB)
+    monkeypatch.setattr(staging, "CHUNK", MIB)
     made: list[tuple[Machine, D3D12Device]] = []
 
     def open_one(*, direct: bool = False, **options: Any) -> tuple[Machine, D3D12Device]:

@@ -92,7 +92,6 @@ class NativeDevice:
         """Block until every upload has arrived."""
         self.core.ensure_usable()
         self._transfers.flush(timeout_s)
-        self._transfers.trim()
 
     def download(self, source: Bindable, timeout_s: float = 60.0) -> bytes:
         """Read device memory after everything submitted before."""

@@ -7,6 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from ctypes import Array, byref, c_float, c_uint32, c_uint64, c_void_p, pointer
+from functools import cache
+from typing import Any
 
 from xinfer.errors import DeviceError, DeviceLostError, Loss
 from xinfer.gpu import native
@@ -230,16 +232,8 @@ class Core:
 
     def barrier(self, command_buffer: int | None, family: QueueFamily, *, host: bool = False) -> None:
         """What follows, on the host too if asked, sees what the stages of this queue family wrote before."""
-        writes, reads = vk.VK_ACCESS_TRANSFER_WRITE_BIT, vk.VK_ACCESS_TRANSFER_READ_BIT
-        if family.stages & vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT:
-            writes |= vk.VK_ACCESS_SHADER_WRITE_BIT
-            reads |= vk.VK_ACCESS_SHADER_READ_BIT
-        seen_by = family.stages
-        if host:
-            seen_by |= vk.VK_PIPELINE_STAGE_HOST_BIT
-            reads |= vk.VK_ACCESS_HOST_READ_BIT
-        memory = vk.VkMemoryBarrier(srcAccessMask=writes, dstAccessMask=reads | writes)
-        self.vk.vkCmdPipelineBarrier(command_buffer, family.stages, seen_by, 0, 1, pointer(memory), 0, None, 0, None)
+        seen_by, memory = _memory_barrier(family.stages, host)
+        self.vk.vkCmdPipelineBarrier(command_buffer, family.stages, seen_by, 0, 1, memory, 0, None, 0, None)
 
     def _ask_fault(self) -> tuple[str, ...]:
         """What VK_EXT_device_fault tells about the loss."""
@@ -264,3 +258,16 @@ class Core:
 def u32(*values: int) -> Array[c_uint32]:
     """A C array of uint32_t."""
     return (c_uint32 * len(values))(*values)
+
+
+@cache
+def _memory_barrier(stages: int, host: bool) -> tuple[int, Any]:
+    """The stages that see what `stages` wrote, and the barrier that makes it so: made once, and only read."""
+    writes, reads = vk.VK_ACCESS_TRANSFER_WRITE_BIT, vk.VK_ACCESS_TRANSFER_READ_BIT
+    if stages & vk.VK_PIPELINE_STAGE_COMPUTE_SHADER_BIT:
+        writes |= vk.VK_ACCESS_SHADER_WRITE_BIT
+        reads |= vk.VK_ACCESS_SHADER_READ_BIT
+    if host:
+        reads |= vk.VK_ACCESS_HOST_READ_BIT
+    memory = vk.VkMemoryBarrier(srcAccessMask=writes, dstAccessMask=reads | writes)
+    return stages | (vk.VK_PIPELINE_STAGE_HOST_BIT if host else 0), pointer(memory)

@@ -22,7 +22,7 @@ from xinfer.gpu._vk.core import Core
 from xinfer.gpu.api import BufferKind
 
 HANDLE = vk.VK_EXTERNAL_MEMORY_HANDLE_TYPE_HOST_ALLOCATION_BIT_EXT
-LEAST = 8 << 20  # bytes: what is smaller the driver makes
+LEAST = 4 << 20  # bytes: what is smaller the driver makes
 LARGE = 128 << 20  # from here on the two ways are timed anew: what starting costs matters less
 FAST = 3e9  # bytes a second, as drivers make them at best: importing at this speed is not compared with anything
 MARGIN = 1.25  # by so much importing must be faster
