@@ -49,27 +49,25 @@ class Case:
     chunk: int | None = None  # MiB
     most: int | None = None  # chunks
     threads: int | None = None
-    piece: int | None = None  # MiB of the file that a thread takes at a time
     imports: bool = True
     switch: float | None = None  # seconds after which a thread has to let the interpreter go
 
 
 CASES = (
     Case(),
-    Case(what="chunks of 1 MiB, 64 of them", chunk=1, most=64),
-    Case(what="chunks of 2 MiB, 64 of them", chunk=2, most=64),
-    Case(what="chunks of 4 MiB, 20 of them", most=20),
-    Case(what="chunks of 4 MiB, 48 of them", most=48),
-    Case(what="chunks of 4 MiB, 160 of them", most=160),
-    Case(what="chunks of 8 MiB, 20 of them", chunk=8, most=20),
-    Case(what="chunks of 8 MiB, 32 of them", chunk=8, most=32),
-    Case(what="chunks of 16 MiB, 20 of them", chunk=16, most=20),
+    Case(what="chunks of 4 MiB, 32 of them", chunk=4, most=32),
+    Case(what="chunks of 4 MiB, 24 of them", chunk=4, most=24),
+    Case(what="12 chunks", most=12),
+    Case(what="14 chunks", most=14),
+    Case(what="20 chunks", most=20),
+    Case(what="32 chunks", most=32),
+    Case(what="chunks of 16 MiB, 16 of them", chunk=16, most=16),
     Case(what="chunks of 32 MiB, 20 of them", chunk=32, most=20),
+    Case(what="6 threads", threads=6),
     Case(what="8 threads", threads=8),
-    Case(what="12 threads", threads=12),
+    Case(what="10 threads", threads=10),
     Case(what="14 threads", threads=14),
-    Case(what="24 threads, 48 chunks", threads=24, most=48),
-    Case(what="8 MiB of the file for a thread at a time", piece=8),
+    Case(what="16 threads, 20 chunks", threads=16, most=20),
     Case(what="chunks that the driver makes", imports=False),
     Case(what="the interpreter passed on after 50 us", switch=5e-5),
     Case(),
@@ -98,8 +96,7 @@ class Probe:
         before = staging.chunk, staging.most
         with ExitStack() as held:
             n = case.threads or n_readers()
-            piece = MIB * case.piece if case.piece else loading.PIECE
-            held.enter_context(mock.patch.multiple(loading, n_readers=lambda: n, PIECE=piece))
+            held.enter_context(mock.patch.object(loading, "n_readers", return_value=n))
             self.forget_ring()
             staging.chunk, staging.most = MIB * case.chunk if case.chunk else staging.chunk, case.most or staging.most
             pinning = self.device.pinning
@@ -182,15 +179,19 @@ def making(probe: Probe) -> None:
     device.pinning._chosen.update(chosen)
 
 
+def _nothing(*_: object) -> None:
+    """In place of reading."""
+
+
 def ceilings(probe: Probe) -> None:
     """What reading and copying do without each other, and side by side."""
     device, weights = probe.device, probe.weights
     for threads in (n_readers() // 2, n_readers()):
         with probe.done(Case(threads=threads)):
-            with mock.patch.object(_staging.Staging, "_send"):
+            with mock.patch.object(_staging.Stage, "copy", lambda stage, _: stage.release()):
                 rates = [probe.load() for _ in range(3)]
                 say(f"the loader, reading without copying, {threads} threads", *rates)
-            with mock.patch.object(ModelWeights, "read_span"):
+            with mock.patch.object(ModelWeights, "read_span", new=_nothing):
                 say(f"the loader, copying without reading, {threads} threads", *[probe.load() for _ in range(2)])
     size = min(512 * MIB, device.memory().free // 8)
     sources = [device.create_buffer(size, "upload", "probe") for _ in range(2)]
@@ -279,21 +280,22 @@ def phases(probe: Probe) -> None:
     with probe.done(Case()):
         for what in ("with a new ring of chunks", "again", "again"):
             clock = CopyClock(probe.device, into="")
-            timed = Phases(
-                waiting=(_staging.Staging, "_take"),
+            readers = Phases(
                 making=(transfer.Chunk, "_make_buffer"),
                 reading=(ModelWeights, "read_span"),
-                sending=(_staging.Staging, "_send"),
                 converting=(loading._Load, "_convert"),
             )
-            with clock, timed:
+            sender = Phases(waiting=(_staging.Staging, "_take"), sending=(_staging.Stage, "send"))
+            with clock, readers, sender:
                 used = os.times()
                 spent = seconds_of(probe.load)
                 now = os.times()
                 copies = clock.spans()
             say(f"load of the weights, {what}", probe.weights.nbytes / spent)
-            for name, seconds in timed.seconds.items():
-                print(f"    {name:<12} {seconds / n / spent:6.1%} of {n} threads' time, {timed.calls[name]} calls")
+            for timed, count in ((readers, n), (sender, 1)):
+                for name, seconds in timed.seconds.items():
+                    of = f"{count} threads' time" if count > 1 else "the sender's"
+                    print(f"    {name:<12} {seconds / count / spent:6.1%} of {of}, {timed.calls[name]} calls")
             period = probe.device.core.adapter.limits.timestampPeriod * 1e-9
             busy = sum(span.end - span.begin for span in copies) * period
             print(f"    bus busy     {busy / spent:6.1%} of the time, by the device's clock; {len(copies)} copies")

@@ -38,13 +38,15 @@ from xinfer import gpu
 from xinfer.gpu.api import BufferKind, Device
 from xinfer.gpu_model import QwenModel, predict
 from xinfer.gpu_model.layout import Split, WeightsLayout
-from xinfer.gpu_model.loading import PIECE, READ, Loader, n_readers
+from xinfer.gpu_model.loading import Loader, n_readers
 from xinfer.gpu_model.weights import DeviceWeights
 from xinfer.model import names
 from xinfer.model.config import Qwen2Config
 from xinfer.model.weights import ModelWeights
 
 WRITERS = 8
+PIECE = 32 << 20  # bytes that a thread writes or reads at a time, and by how many it reads
+READ = 8 << 20
 SCRATCH = 1 << 20  # bytes that stay in a core's own cache
 ALONE = "the file, by the loader's threads, from the page cache"  # into memory that was there, and no further
 AT_MOST = 4 << 30  # bytes of memory that the host's peers are measured on

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -23,7 +23,7 @@ from xinfer.gpu._bindings import vulkan as vk
 from xinfer.gpu._trail import MARKER
 from xinfer.gpu._vk.memory import VulkanBuffer
 from xinfer.gpu._vk.recording import VulkanRecording
-from xinfer.gpu.api import Bindable, BufferKind, Bytes, Device, KernelCode, Recording, Ticket
+from xinfer.gpu.api import Bindable, BufferKind, Bytes, Device, KernelCode, Recording, Stage, Ticket
 from xinfer.gpu.vulkan import VulkanDevice
 
 T = TypeVar("T")
@@ -131,15 +131,13 @@ class FaultyDevice(VulkanDevice):
         self._event(f"upload {_label(target)}")
         super().upload(target, data)
 
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        self._event(f"upload {_label(target)}")
-        super().upload_from(target, fill)
+    def stage(self, size: int, *, wait: bool = True) -> Stage | None:
+        self._event(f"stage {size}")
+        return super().stage(size, wait=wait)
 
-    def upload_span(
-        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
-    ) -> None:
-        self._event(f"upload {_label(parts[0][1])}")
-        super().upload_span(size, parts, fill)
+    def mapped(self, target: Bindable) -> memoryview:
+        self._event(f"upload {_label(target)}")
+        return super().mapped(target)
 
     def flush_uploads(self, timeout_s: float = 60.0) -> None:
         self._event("flush")

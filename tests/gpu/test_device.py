@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,7 @@ from xinfer.errors import DeviceError
 from xinfer.gpu import _staging as staging
 from xinfer.gpu._d3d12 import transfer as d3d12_transfer
 from xinfer.gpu._vk import transfer as vulkan_transfer
-from xinfer.gpu.api import Bindable, BufferSlice, Device
+from xinfer.gpu.api import Bindable, BufferSlice, Device, Stage
 from xinfer.gpu.d3d12 import D3D12Device
 from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 
@@ -81,7 +80,7 @@ def test_both_backends_stage_alike() -> None:
     """What the tests find out on one holds on the other."""
     for module in (vulkan_transfer, d3d12_transfer):
         assert module.Transfers.__base__ is staging.Staging
-        assert not {"upload", "upload_from", "upload_span", "transfer", "kick", "_take"} & vars(module.Transfers).keys()
+        assert not {"upload", "stage", "mapped", "transfer", "kick", "_take"} & vars(module.Transfers).keys()
 
 
 def words(count: int, seed: int = SEED) -> NDArray[np.uint32]:
@@ -141,77 +140,144 @@ def test_what_is_uploaded_comes_back(path_device: PathDevice, size: int) -> None
     buffer.release()
 
 
-def test_upload_from_fills_front_to_back(path_device: PathDevice) -> None:
-    size = 3 * path_device._transfers.chunk + 20
+def test_a_large_upload_goes_piece_by_piece(path_device: PathDevice) -> None:
+    size = 3 * path_device.stage_bytes + 20
     data = words(size // 4).tobytes()
     buffer = path_device.create_buffer(size)
-    pieces: list[int] = []
-
-    def fill(piece: memoryview) -> None:
-        start = sum(pieces)
-        piece[:] = data[start : start + len(piece)]
-        pieces.append(len(piece))
-
-    path_device.upload_from(buffer, fill)
-    path_device.flush_uploads()
-    assert sum(pieces) == size
+    path_device.upload(buffer, data)
     assert path_device.download(buffer) == data
     buffer.release()
 
 
-def test_parts_of_a_span_go_to_several_places(path_device: PathDevice) -> None:
-    """Across the border of two chunks; what lies between the parts goes nowhere."""
-    size = path_device._transfers.chunk + 4096
+def staged(device: PathDevice, size: int) -> Stage:
+    """One that is there."""
+    stage = device.stage(size)
+    assert stage is not None
+    return stage
+
+
+def test_parts_of_a_stage_go_to_several_places(path_device: PathDevice) -> None:
+    """What lies between the parts goes nowhere."""
+    size = path_device.stage_bytes
     data = words(size // 4).tobytes()
     first, second = path_device.create_buffer(size), path_device.create_buffer(64)
     path_device.upload(first, bytes(size))
-    border = path_device._transfers.chunk
-    parts = [(0, first[100:132]), (60, second[:64]), (border - 1000, first[2000:4000]), (size - 8, first[40:48])]
-
-    def fill(at: int, piece: memoryview) -> None:
-        piece[:] = data[at : at + len(piece)]
-
-    path_device.upload_span(size, parts, fill)
+    stage = staged(path_device, size)
+    stage.view[:] = data
+    stage.send([(0, first[100:132]), (60, second), (1000, first[2000:4000]), (size - 8, first[40:48])])
     expected = bytearray(size)
-    expected[100:132], expected[40:48] = data[:32], data[-8:]
-    expected[2000:4000] = data[border - 1000 : border + 1000]
+    expected[100:132], expected[40:48], expected[2000:4000] = data[:32], data[-8:], data[1000:3000]
     assert path_device.download(first) == expected
     assert path_device.download(second) == data[60:124]
     for buffer in (first, second):
         buffer.release()
 
 
-def test_a_fill_that_fails_leaves_the_device_usable(path_device: PathDevice) -> None:
-    buffer = path_device.create_buffer(path_device._transfers.chunk + 4)
-
-    def fill(piece: memoryview) -> None:
-        raise OSError("the disk is gone")
-
-    for _ in range(2 * staging.FEW_CHUNKS):
-        with pytest.raises(OSError, match="the disk is gone"):
-            path_device.upload_from(buffer, fill)
-    data = words(buffer.size // 4).tobytes()
-    path_device.upload(buffer, data)
-    assert path_device.download(buffer) == data
+def test_a_stage_is_used_once(path_device: PathDevice) -> None:
+    buffer = path_device.create_buffer(64)
+    with pytest.raises(ValueError, match=f"at most, not {path_device.stage_bytes + 1}"):
+        path_device.stage(path_device.stage_bytes + 1)
+    sent, given_back = staged(path_device, 64), staged(path_device, 64)
+    with pytest.raises(ValueError, match="none from 60 to 124"):
+        sent.send([(60, buffer)])
+    view = given_back.view
+    given_back.release()
+    given_back.release()
+    for stage in (sent, given_back):
+        with pytest.raises(DeviceError, match="ask for another"):
+            stage.send([(0, buffer)])
+        with pytest.raises(DeviceError, match="ask for another"):
+            _ = stage.view
+    with pytest.raises(ValueError, match="released"):
+        view[0] = 1
     buffer.release()
 
 
-def test_threads_fill_chunks_of_their_own(path_device: PathDevice) -> None:
-    """All of them are within `fill` at once, or the barrier breaks; the chunks stay for what is uploaded next."""
+def test_nobody_waits_for_stages_of_their_own(path_device: PathDevice) -> None:
+    """A thread that has them all gets none; another waits until one is given back, or does not wait."""
+    most = path_device._transfers.most
+    stages = [staged(path_device, 64) for _ in range(most)]
+    assert path_device.stage(64) is None
+    buffer = path_device.create_buffer(staging.SMALL + 4)
+    data = words(buffer.size // 4).tobytes()
+    if not buffer.in_place:
+        for size in (4, buffer.size):
+            with pytest.raises(DeviceError, match="give one back"):
+                path_device.upload(buffer[:size], data[:size])
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(path_device.stage, 64, wait=False).result() is None
+        waiting = threads.submit(path_device.stage, 64)
+        assert not wait([waiting], timeout=0.1).done
+        stages.pop().release()
+        other = waiting.result(timeout=30)
+    assert other is not None
+    for stage in (*stages, other):
+        stage.release()
+    path_device.upload(buffer, data)
+    assert path_device.download(buffer) == data
+    assert len(path_device._transfers._made) == most
+    buffer.release()
+
+
+def test_a_busy_stage_is_not_waited_for_unasked(path_device: PathDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfers = path_device._transfers
+    for _ in range(transfers.most):
+        staged(path_device, 64).release()
+    stages = [staged(path_device, 64) for _ in range(transfers.most)]
+    for stage in stages:
+        stage.release()
+    path_device.flush_uploads()
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "_ended", lambda _: False)
+        assert path_device.stage(64, wait=False) is None
+        staged(path_device, 64).release()
+    free = path_device.stage(64, wait=False)
+    assert free is not None
+    free.release()
+
+
+def test_memory_that_the_host_reaches(path_device: PathDevice) -> None:
+    """Upload buffers everywhere, device memory where it is written in place: then behind the work that uses it."""
+    source, target = path_device.create_buffer(256, "upload"), path_device.create_buffer(256)
+    assert source.in_place
+    with path_device.mapped(source[64:128]) as view:
+        view[:] = bytes([7]) * 64
+    assert source.read(64, 64) == bytes([7]) * 64
+    if target.in_place:
+        path_device.transfer(source, target)
+        with path_device.mapped(target[:4]) as view:
+            view[:] = b"abcd"
+        assert path_device.download(target)[:4] == b"abcd"
+        assert path_device.download(target)[64:128] == bytes([7]) * 64
+    else:
+        with pytest.raises(DeviceError, match="reached by upload"):
+            path_device.mapped(target)
+    for buffer in (source, target):
+        buffer.release()
+
+
+def test_threads_have_stages_of_their_own(path_device: PathDevice) -> None:
+    """All of them at once, or the barrier breaks; the chunks stay for what is uploaded next."""
     n = staging.FEW_CHUNKS
     size = staging.SMALL + 4
     buffers = [path_device.create_buffer(size) for _ in range(n)]
     data = [words(size // 4, seed=i).tobytes() for i in range(n)]
     all_here = threading.Barrier(n, timeout=30)
 
-    def fill(piece: memoryview, i: int) -> None:
+    def send(i: int) -> None:
+        stage = staged(path_device, size)
         all_here.wait()
-        piece[:] = data[i]
+        if buffers[i].in_place:
+            stage.release()
+            path_device.upload(buffers[i], data[i])
+            return
+        stage.view[:] = data[i]
+        stage.send([(0, buffers[i])])
 
     with ThreadPoolExecutor(n) as threads:
-        list(threads.map(lambda i: path_device.upload_from(buffers[i], functools.partial(fill, i=i)), range(n)))
+        list(threads.map(send, range(n)))
     path_device.flush_uploads()
-    assert len(path_device._transfers._made) <= staging.FEW_CHUNKS
+    assert len(path_device._transfers._made) <= n
     for buffer, expected in zip(buffers, data, strict=True):
         assert path_device.download(buffer) == expected
         buffer.release()
@@ -300,28 +366,17 @@ def test_chunks_that_an_interrupt_lost_are_found(path_device: PathDevice) -> Non
     buffer.release()
 
 
-def test_a_fill_may_upload(path_device: PathDevice) -> None:
-    """Its own chunk is not lost, although its thread asks for another."""
-    buffers = [path_device.create_buffer(1 << 20) for _ in range(2)]
-    data = [words(1 << 18).tobytes(), bytes(1 << 20)]
-
-    def fill(piece: memoryview) -> None:
-        piece[:] = data[0]
-        path_device.upload(buffers[1], data[1])
-
-    for _ in range(2 * staging.FEW_CHUNKS):
-        path_device.upload_from(buffers[0], fill)
-    for buffer, expected in zip(buffers, data, strict=True):
-        assert path_device.download(buffer) == expected
-        buffer.release()
-
-
-def test_a_view_is_dead_after_its_fill(path_device: PathDevice) -> None:
-    buffer = path_device.create_buffer(1 << 20)
-    views: list[memoryview] = []
-    path_device.upload_from(buffer, views.append)
-    with pytest.raises(ValueError, match="released"):
-        views[0][0] = 1
+def test_a_stage_is_not_lost_while_it_is_there(path_device: PathDevice) -> None:
+    """Although its thread asks for others, any number of times; one that nobody refers to any more is found."""
+    buffer, data = path_device.create_buffer(1 << 20), words(1 << 18).tobytes()
+    stage = staged(path_device, 64)
+    stage.view[:] = bytes([3]) * 64
+    for _ in range(3 * staging.CHUNKS):
+        staged(path_device, 64).view[:] = bytes(64)
+    path_device.upload(buffer, data)
+    assert stage.view == bytes([3]) * 64
+    stage.release()
+    assert path_device.download(buffer) == data
     buffer.release()
 
 

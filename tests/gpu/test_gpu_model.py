@@ -143,7 +143,7 @@ def test_every_weight_lies_where_the_layout_says(
     device: Device, checkpoint: CheckpointFactory, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit; rows are padded with zeros. Small pieces, so that tensors are read in parts."""
-    for name, size in (("PIECE", 4000), ("READ", 1000), ("GAP", 300)):
+    for name, size in (("SMALLEST", loading.PAGE), ("CONVERTED", 1000), ("GAP", 300)):
         monkeypatch.setattr(loading, name, size)
     with ModelWeights.open(checkpoint(case)) as weights:
         layout = WeightsLayout(weights)

@@ -96,10 +96,16 @@ def test_it_moves_bytes_when_submitted() -> None:
         device.submit(recording)
         assert y.read(12) == bytes([4, 3, 2, 1])
         assert [names for _, names in device.submitted] == [("copy",), ("copy", "fill")]
-        device.upload_from(x[:4], lambda view: view.__setitem__(slice(None), b"abcd"))
-        assert device.download(x[:6]) == b"abcd" + bytes([4, 5])
-        device.upload_span(8, [(0, x[12:16]), (6, x[:2])], lambda at, view: view.__setitem__(0, 0x41 + at))
-        assert device.download(x) == b"Gbcd" + bytes(range(4, 12)) + b"A" + bytes([13, 14, 15])
+        stage = device.stage(8)
+        stage.view[:] = b"abcdefgh"
+        stage.send([(0, x[12:16]), (6, x[:2])])
+        assert device.download(x) == b"gh" + bytes(range(2, 12)) + b"abcd"
+        with pytest.raises(ValueError, match="at most"):
+            device.stage(device.stage_bytes + 1)
+        device.mapped(y[:2])[:] = b"yy"
+        assert y.read(0, 3) == b"yy" + bytes(1)
+        with pytest.raises(DeviceError, match="device memory"):
+            device.mapped(x)
 
 
 def test_it_refuses_what_a_real_device_refuses() -> None:

@@ -46,6 +46,11 @@ class NativeBuffer(ABC):
         assert native is not None
         return native
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the host reaches its memory itself."""
+        return self.mapped is not None
+
     def ensure_alive(self) -> None:
         """Raise DeviceError after release."""
         if self.released or not self._native:

@@ -7,12 +7,11 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from xinfer.errors import DeviceHungError, DeviceLostError
-from xinfer.gpu.api import Bindable, BufferSlice, Bytes, DeviceInfo, MemoryStatus, Ticket
+from xinfer.gpu.api import Bindable, BufferSlice, Bytes, DeviceInfo, MemoryStatus, Stage, Ticket
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -71,17 +70,23 @@ class NativeDevice:
         self.core.ensure_usable()
         self._transfers.upload(self._slice(target), data)
 
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
-        self.core.ensure_usable()
-        self._transfers.upload_from(self._slice(target), fill)
+    @property
+    def stage_bytes(self) -> int:
+        """The size of the largest stage."""
+        size: int = self._transfers.chunk
+        return size
 
-    def upload_span(
-        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
-    ) -> None:
-        """As `upload_from`, where what comes together goes to several places; see `api.Device.upload_span`."""
+    def stage(self, size: int, *, wait: bool = True) -> Stage | None:
+        """`size` bytes that are filled by whoever can, and then sent; see `api.Device.stage`."""
         self.core.ensure_usable()
-        self._transfers.upload_span(size, [(at, self._slice(target)) for at, target in parts], fill)
+        stage: Stage | None = self._transfers.stage(size, wait=wait)
+        return stage
+
+    def mapped(self, target: Bindable) -> memoryview:
+        """The bytes themselves of a buffer that is `in_place`, behind the submitted work that uses it."""
+        self.core.ensure_usable()
+        view: memoryview = self._transfers.mapped(self._slice(target))
+        return view
 
     def transfer(self, source: Bindable, target: Bindable) -> None:
         """Copy from an upload buffer into device memory, in order as an upload."""

@@ -7,27 +7,26 @@ submitted work that uses its target, and later work that uses the target waits f
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, Generic, Protocol, Self, TypeVar
 
-from xinfer.errors import DeviceHungError
+from xinfer.errors import DeviceError, DeviceHungError
 from xinfer.gpu._checks import check_transfer
 from xinfer.gpu._record import NativeSegment
-from xinfer.gpu.api import BufferKind, BufferSlice, Bytes
+from xinfer.gpu.api import Bindable, BufferKind, BufferSlice, Bytes
 from xinfer.gpu.native import copy_bytes
 
 # Bytes. What a chunk costs beside them is the interpreter's, one thread's, and wants them large; but all chunks should
 # stay in the processor's cache together, from which the device then copies: that spares the host's memory two thirds.
-CHUNK = 4 << 20
-# At most, each made when all the others are in use: for threads that fill one each while another is on its way.
-CHUNKS = 32
+CHUNK = 8 << 20
+CHUNKS = 16  # at most, each made when all the others are in use: for threads that fill one each, and some on their way
 FEW_CHUNKS = 8  # where staging takes of the device's own memory
 SMALL = 256 << 10  # smaller uploads share a chunk and one submission
 TIMEOUT_S = 60.0
+HELD = "all staging is in the hands of this thread; send a stage, or give one back"
 
 
 class StagingChunk(Protocol):
@@ -37,7 +36,7 @@ class StagingChunk(Protocol):
     used: int  # bytes of it that are to be copied
     value: int  # with which its last submission ends
     holder: int  # the thread that has taken it; 0 while it is idle
-    in_use: bool  # and is sure to give it back
+    user: weakref.ref[Any] | None  # what will give it back, as long as that is there
     targets: list[BufferSlice]  # of the copies recorded
 
     @property
@@ -68,7 +67,7 @@ class NativeChunk(ABC):
         self.value = 0
         self.used = 0
         self.holder = 0
-        self.in_use = False
+        self.user: weakref.ref[Any] | None = None
         self.targets: list[BufferSlice] = []
         self._buffer: Any = None
 
@@ -95,6 +94,69 @@ class NativeChunk(ABC):
 
 
 C = TypeVar("C", bound=StagingChunk)
+
+
+class Stage(Generic[C]):
+    """A chunk in somebody's hands; see `api.Stage`."""
+
+    def __init__(self, staging: Staging[C], chunk: C, size: int) -> None:
+        self._staging = staging
+        self._chunk: C | None = chunk
+        self._size = size
+        self._view: memoryview | None = None
+        chunk.user = weakref.ref(self)
+
+    @property
+    def _taken(self) -> C:
+        if self._chunk is None:
+            raise DeviceError("the stage is sent or given back; ask for another")
+        return self._chunk
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes. A chunk's memory is made by the thread that asks first."""
+        if self._view is None:
+            self._view = self._taken.buffer.view(0, self._size)
+        return self._view
+
+    def send(self, parts: Iterable[tuple[int, Bindable]]) -> None:
+        """Copy to each target the bytes that begin at a place in the stage, and give it back."""
+        with self:
+            buffer, copies = self._taken.buffer, []
+            for at, target in parts:
+                part = target if isinstance(target, BufferSlice) else target[:]
+                if at + part.size > self._size:
+                    raise ValueError(f"a stage of {self._size} bytes has none from {at} to {at + part.size}")
+                copies.append((buffer[at : at + part.size], part))
+            self.copy(copies)
+
+    def copy(self, copies: Sequence[tuple[BufferSlice, BufferSlice]]) -> None:
+        """Let copies go with the chunk's commands, and give it back. Threads take turns only to submit."""
+        with self:
+            chunk = self._taken
+            for _, target in copies:
+                _ensure_alive(target)
+            chunk.begin()
+            for source, target in copies:
+                chunk.copy(source, target)
+            chunk.end()
+            self._staging.submit(chunk)
+
+    def release(self) -> None:
+        """Give it back; may be called twice."""
+        chunk = self._chunk
+        if self._view is not None:
+            self._view.release()
+            self._view = None
+        if chunk is not None:
+            self._staging.give(chunk)
+            self._chunk = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Staging(ABC, Generic[C]):
@@ -156,18 +218,14 @@ class Staging(ABC, Generic[C]):
         with buffer.view(source.offset, source.size) as view:
             return bytes(view)
 
-    @staticmethod
-    def _in_place(target: BufferSlice) -> bool:
-        """Whether the host writes into the device's memory itself."""
-        buffer: Any = target.buffer
-        return buffer.mapped is not None
-
-    def _write_in_place(self, target: BufferSlice, fill: Callable[[memoryview], None]) -> None:
+    def mapped(self, target: BufferSlice) -> memoryview:
+        """The bytes themselves of a buffer that is `in_place`, behind the submitted work that uses it."""
+        _ensure_alive(target)
         buffer: Any = target.buffer
         self._wait_for(self.compute, self._last_use(target), "the work that uses it")
         self._wait_for(self.queue, buffer.last_copy, "the transfer before")
-        with buffer.view(target.offset, target.size) as view:
-            fill(view)
+        view: memoryview = buffer.view(target.offset, target.size)
+        return view
 
     def upload(self, target: BufferSlice, data: Bytes) -> None:
         """Write `data` into `target`."""
@@ -175,51 +233,39 @@ class Staging(ABC, Generic[C]):
         source = memoryview(data).cast("B")
         if len(source) != target.size:
             raise ValueError(f"cannot upload {len(source)} bytes into {target.size} of {target.buffer.label!r}")
-        if target.size <= SMALL and not self._in_place(target):
+        if target.buffer.in_place:
+            with self.mapped(target) as view:
+                copy_bytes(view, source)
+            return
+        if target.size <= SMALL:
             self._upload_small(target, source)
             return
-        done = 0
+        for start in range(0, target.size, self.chunk):
+            piece = source[start : start + self.chunk]
+            with self._own_stage(len(piece)) as stage:
+                copy_bytes(stage.view, piece)
+                stage.send([(0, target[start : start + len(piece)])])
 
-        def fill(piece: memoryview) -> None:
-            nonlocal done
-            copy_bytes(piece, source[done : done + len(piece)])
-            done += len(piece)
-
-        self.upload_from(target, fill)
-
-    def upload_from(self, target: BufferSlice, fill: Callable[[memoryview], None]) -> None:
-        """Let `fill` write the pieces of `target`, front to back."""
-        self.upload_span(target.size, [(0, target)], lambda _, piece: fill(piece))
-
-    def upload_span(
-        self, size: int, parts: Sequence[tuple[int, BufferSlice]], fill: Callable[[int, memoryview], None]
-    ) -> None:
-        """Let `fill` write `size` bytes piece by piece, told where each begins; `parts` of them go to their targets."""
-        staged: list[tuple[int, BufferSlice]] = []
-        for at, target in parts:
-            _ensure_alive(target)
-            if self._in_place(target):
-                self._write_in_place(target, partial(fill, at))
-            else:
-                staged.append((at, target))
-        if not staged:
-            return
+    def stage(self, size: int, *, wait: bool = True) -> Stage[C] | None:
+        """`size` bytes that are filled by whoever can, and then sent; see `api.Device.stage`."""
+        if size > self.chunk:
+            raise ValueError(f"a stage has {self.chunk} bytes at most, not {size}")
         self.kick()
-        for start in range(0, size, self.chunk):
-            stop = min(start + self.chunk, size)
-            with self._taken_chunk() as chunk:
-                with chunk.buffer.view(0, stop - start) as view:
-                    fill(start, view)
-                self._send(chunk, list(_copies(chunk, start, stop, staged)))
+        chunk = self._take(wait=wait)
+        return None if chunk is None else Stage(self, chunk, size)
+
+    def _own_stage(self, size: int) -> Stage[C]:
+        stage = self.stage(size)
+        if stage is None:
+            raise DeviceError(HELD)
+        return stage
 
     def transfer(self, source: BufferSlice, target: BufferSlice) -> None:
         """Copy `source`, mapped memory that stays as it is, into `target`."""
         for part in (source, target):
             _ensure_alive(part)
         check_transfer(source, target)
-        self.kick()
-        with self._taken_chunk() as chunk:
-            self._send(chunk, [(source, target)])
+        self._own_stage(0).copy([(source, target)])
 
     def kick(self) -> None:
         """Submit the small uploads gathered so far."""
@@ -232,7 +278,7 @@ class Staging(ABC, Generic[C]):
                     chunk.end()
                     self._submit(chunk)
                 finally:
-                    self._give(chunk)
+                    self.give(chunk)
 
     def release(self) -> None:
         """Give the staging memory back."""
@@ -244,12 +290,8 @@ class Staging(ABC, Generic[C]):
             self._idle.clear()
             self._open = self._back = None
 
-    def _send(self, chunk: C, copies: Sequence[tuple[BufferSlice, BufferSlice]]) -> None:
-        """Let copies go with a chunk's commands. Threads record at the same time and take turns only to submit."""
-        chunk.begin()
-        for source, target in copies:
-            chunk.copy(source, target)
-        chunk.end()
+    def submit(self, chunk: C) -> None:
+        """Send a chunk's commands off."""
         with self._lock:
             self._submit(chunk)
 
@@ -306,49 +348,50 @@ class Staging(ABC, Generic[C]):
 
     def _open_chunk(self) -> C:
         chunk = self._take()
+        if chunk is None:
+            raise DeviceError(HELD)
         try:
             chunk.begin()
         except BaseException:
-            self._give(chunk)
+            self.give(chunk)
             raise
         self._open = chunk
         return chunk
 
-    @contextmanager
-    def _taken_chunk(self) -> Iterator[C]:
-        chunk = self._take()
-        try:
-            chunk.in_use = True
-            yield chunk
-        finally:
-            chunk.in_use = False
-            self._give(chunk)
+    def _take(self, *, wait: bool = True) -> C | None:
+        """A chunk that no work in flight uses: an idle one, else a new one, else the first to become idle.
 
-    def _take(self) -> C:
-        """A chunk that no work in flight uses: an idle one, else a new one, else the first to become idle."""
+        None where there is none and `wait` is not set, or where the thread that asks has all of them itself.
+        """
+        me = threading.get_ident()
         with self._room:
-            self._find_lost({threading.get_ident()})
+            self._find_lost({me})
             while not (self._idle and (len(self._made) >= self.most or self._ended(self._idle[0]))):
                 if len(self._made) < self.most:
                     chunk = self._make(self.queue, f"staging {len(self._made)}")
-                    chunk.holder = threading.get_ident()
+                    chunk.holder = me
                     self._made.append(chunk)
                     return chunk
                 self.kick()
-                self._find_lost(
-                    {chunk.holder for chunk in self._made} - {thread.ident for thread in threading.enumerate()}
-                )
-                if not self._idle and not self._room.wait(TIMEOUT_S):
+                alive = {thread.ident for thread in threading.enumerate()}
+                self._find_lost({chunk.holder for chunk in self._made} - alive)
+                if self._idle:
+                    continue
+                if not wait or all(chunk.holder == me for chunk in self._made):
+                    return None
+                if not self._room.wait(TIMEOUT_S):
                     raise DeviceHungError(
                         f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
                         self.owner.core.hung("an upload"),
                     )
+            if not wait and not self._ended(self._idle[0]):
+                return None
             chunk = self._idle.popleft()
-            chunk.holder = threading.get_ident()
+            chunk.holder = me
         try:
             self._wait_for(self.queue, chunk.value, "the uploads before")
         except BaseException:
-            self._give(chunk)
+            self.give(chunk)
             raise
         return chunk
 
@@ -358,14 +401,17 @@ class Staging(ABC, Generic[C]):
         A thread that asks for a chunk has none but those that it will give back; one that has ended has none at all.
         """
         for chunk in self._made:
-            if chunk.holder in holders and not (chunk.in_use or chunk is self._open or chunk in self._idle):
+            if chunk.holder not in holders or chunk is self._open or chunk in self._idle:
+                continue
+            if chunk.user is None or chunk.user() is None:
                 self._idle.append(chunk)
 
     def _ended(self, chunk: C) -> bool:
         ended: bool = chunk.value <= self.queue.completed()
         return ended
 
-    def _give(self, chunk: C) -> None:
+    def give(self, chunk: C) -> None:
+        """Nobody uses it any more, but for what was submitted."""
         with self._room:
             self._idle.append(chunk)
             chunk.holder = 0
@@ -383,16 +429,6 @@ def overlaps(target: BufferSlice, others: list[BufferSlice]) -> bool:
     """Whether a slice shares bytes with one of the others."""
     start, stop = target.offset, target.offset + target.size
     return any(t.buffer is target.buffer and t.offset < stop and start < t.offset + t.size for t in others)
-
-
-def _copies(
-    chunk: StagingChunk, start: int, stop: int, parts: Iterable[tuple[int, BufferSlice]]
-) -> Iterator[tuple[BufferSlice, BufferSlice]]:
-    """What of the bytes `start` to `stop`, which lie in a chunk, goes to the parts' targets."""
-    for at, target in parts:
-        first, last = max(start, at), min(stop, at + target.size)
-        if first < last:
-            yield chunk.buffer[first - start : last - start], target[first - at : last - at]
 
 
 def _ensure_alive(part: BufferSlice) -> None:

@@ -6,7 +6,7 @@ as wanted. `Device.submit` answers with a `Ticket`; `Device.wait` blocks until t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, Protocol, Self
@@ -144,6 +144,10 @@ class Buffer(Protocol):
     def label(self) -> str:
         """Its name in errors and in a debugger."""
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the host reaches its memory itself; `Device.mapped` is how."""
+
     def __getitem__(self, span: slice) -> BufferSlice:
         """`buffer[start:stop]`, in bytes."""
 
@@ -235,6 +239,20 @@ class Recording(Protocol):
         """Give it back, after the work in flight that uses it; may be called twice."""
 
 
+class Stage(Protocol):
+    """Memory that the device copies from, for uploads. It is for the thread that asked for it, `view` for any."""
+
+    @property
+    def view(self) -> memoryview:
+        """Its bytes, until it is sent or given back."""
+
+    def send(self, parts: Sequence[tuple[int, Bindable]]) -> None:
+        """Copy to each target the bytes that begin at a place in the stage, in order as an upload; it is given back."""
+
+    def release(self) -> None:
+        """Give it back; may be called twice."""
+
+
 class Device(Protocol):
     """An opened adapter. Safe to use from several threads; one recording is recorded by one thread."""
 
@@ -267,16 +285,21 @@ class Device(Protocol):
     def upload(self, target: Bindable, data: Bytes) -> None:
         """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
 
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        """As `upload`, where `fill` is called with the pieces to be filled, front to back."""
+    @property
+    def stage_bytes(self) -> int:
+        """The size of the largest stage."""
 
-    def upload_span(
-        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
-    ) -> None:
-        """As `upload_from`, where what comes together goes to several places.
+    def stage(self, size: int, *, wait: bool = True) -> Stage | None:
+        """`size` bytes that are filled by whoever can, and then sent.
 
-        `fill` is called with pieces of a span of `size` bytes, and told where in it each begins. Each of `parts`, given
-        by where it begins, goes to its slice; bytes between them go nowhere, and may not be asked for.
+        None where all stages are in use and `wait` is not set, or where the thread that asks has them all itself, and
+        has to send one first.
+        """
+
+    def mapped(self, target: Bindable) -> memoryview:
+        """The bytes themselves of a buffer that is `in_place`, behind the submitted work that uses it.
+
+        Whoever asks lets the view go before the buffer.
         """
 
     def transfer(self, source: Bindable, target: Bindable) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu import _checks
 from xinfer.gpu._meter import Meter
+from xinfer.gpu._staging import CHUNK
 from xinfer.gpu.api import (
     Bindable,
     BufferKind,
@@ -76,6 +77,11 @@ class NullBuffer:
         self.bytes = bytearray(size)
         self.released = False
 
+    @property
+    def in_place(self) -> bool:
+        """Not where it is "device" memory."""
+        return self.kind != "device"
+
     def __getitem__(self, span: slice) -> BufferSlice:
         """`buffer[start:stop]`, in bytes."""
         return BufferSlice(self, 0, self.size)[span]
@@ -107,6 +113,24 @@ class NullBuffer:
     def _require_mapped(self) -> None:
         if self.released or self.kind == "device":
             raise DeviceError(f"buffer {self.label!r} is {'released' if self.released else 'device memory'}")
+
+
+class NullStage:
+    """Bytes to be sent; see `api.Stage`."""
+
+    def __init__(self, device: NullDevice, size: int) -> None:
+        self._device = device
+        self.view = memoryview(bytearray(size))
+
+    def send(self, parts: Sequence[tuple[int, Bindable]]) -> None:
+        """Copy at once."""
+        for at, target in parts:
+            self._device.upload(target, self.view[at : at + as_slice(target).size])
+        self.release()
+
+    def release(self) -> None:
+        """Give it back; may be called twice."""
+        self.view.release()
 
 
 class NullKernel:
@@ -270,19 +294,24 @@ class NullDevice:
         with self._view(target) as view:
             view[:] = source
 
-    def upload_from(self, target: Bindable, fill: Callable[[memoryview], None]) -> None:
-        """Let `fill` write `target`."""
-        with self._view(target) as view:
-            fill(view)
+    @property
+    def stage_bytes(self) -> int:
+        """As on a GPU."""
+        return CHUNK
 
-    def upload_span(
-        self, size: int, parts: Sequence[tuple[int, Bindable]], fill: Callable[[int, memoryview], None]
-    ) -> None:
-        """Let `fill` write each of the parts."""
-        for at, target in parts:
-            assert at + as_slice(target).size <= size
-            with self._view(target) as view:
-                fill(at, view)
+    def stage(self, size: int, *, wait: bool = True) -> NullStage:
+        """New bytes; there are always some."""
+        del wait
+        self._ensure_open()
+        if size > CHUNK:
+            raise ValueError(f"a stage has {CHUNK} bytes at most, not {size}")
+        return NullStage(self, size)
+
+    def mapped(self, target: Bindable) -> memoryview:
+        """The bytes of a buffer that is not "device" memory."""
+        self._ensure_open()
+        target = as_slice(target)
+        return target.buffer.view(target.offset, target.size)
 
     def transfer(self, source: Bindable, target: Bindable) -> None:
         """Copy at once."""

@@ -1,8 +1,9 @@
-"""From a checkpoint's files into device memory: many threads, each a piece of a file at a time, in the files' order.
+"""From a checkpoint's files into device memory: threads read a piece of a file at a time, in the files' order.
 
 Where the file has tensors as the device wants them, their bytes are read straight into memory that the device copies
-from, or into the device's own where the host reaches that: nothing else touches them. A piece is read by one call and
-copied by one submission, whatever tensors it is of. The rest is converted by the threads.
+from, or into the device's own where the host reaches that: nothing else touches them. The threads do nothing but read;
+one thread, the caller's, hands out pieces and sends them off, whatever tensors they are of. Many would pass the
+interpreter around, and find its data in another core's cache each time. The rest is converted by the threads.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,7 +25,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from xinfer.gpu.api import Buffer, BufferSlice, Device
+from xinfer.gpu.api import Buffer, BufferSlice, Device, Stage
 from xinfer.gpu_model.layout import STORED, Place
 from xinfer.model.reference import round_weights, to_float32
 from xinfer.model.weights import ModelWeights
@@ -31,13 +33,14 @@ from xinfer.ops import Format
 
 Progress = Callable[[int, int], None]  # bytes read, bytes in all
 
-MOST_READERS = 16  # threads; what one of them reads, 2 to 4 GB/s, is far below what a bus moves
+MOST_READERS = 12  # threads; each reads 4 to 8 GB/s, so that these are ahead of any bus
 FEWEST_READERS = 4  # also where there are fewer cores: disks want several requests at a time
-PIECE = 32 << 20  # bytes that a thread takes at a time; less at the end, so that all have work until then
-READ = 8 << 20  # bytes of one read at least, and of one conversion
-READ_S = 0.05  # that one read may take: between two a thread hears that loading is given up
+OTHER_CORES = 2  # not for readers: one for the thread that sends, and one for the driver
+SMALLEST = 1 << 20  # bytes of a piece, where there is too little for all threads to read large ones
+CONVERTED = 8 << 20  # bytes of one conversion, as float32
 PAGE = 4096  # reads begin at multiples of it, as the pages of the page cache do
 GAP = 1 << 20  # bytes between two tensors that are rather read for nothing than passed over
+TOLD_S = 0.1  # between two reports of the progress
 
 _DTYPES: dict[Format, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -57,6 +60,16 @@ class _Span:
     size: int
     parts: list[tuple[int, BufferSlice]]
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the host reaches the memory that it goes into."""
+        return self.parts[0][1].buffer.in_place
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of its parts."""
+        return sum(target.size for _, target in self.parts)
+
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
@@ -68,9 +81,19 @@ class _Rows:
     last: int  # behind the last
 
 
+@dataclass(slots=True)
+class _Work:
+    """What a thread is to do, and then how it went."""
+
+    task: _Span | list[_Rows]
+    stage: Stage | None = None  # that a span is read into
+    done: int = 0  # bytes of the checkpoint
+    error: BaseException | None = None
+
+
 def n_readers() -> int:
     """Threads that read at a time."""
-    return max(FEWEST_READERS, min(MOST_READERS, os.cpu_count() or 1))
+    return max(FEWEST_READERS, min(MOST_READERS, (os.cpu_count() or 1) - OTHER_CORES))
 
 
 class Loader:
@@ -88,23 +111,13 @@ class Loader:
             WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
         """
         load = _Load(self._device, self._weights, jobs)
-        futures = [self._threads.submit(load.work) for _ in range(min(n_readers(), load.n_tasks))]
+        futures = [self._threads.submit(load.read) for _ in range(load.n_threads)]
         try:
-            left: set[Future[None]] = set(futures)
-            while left:
-                ended, left = wait(left, timeout=0.1, return_when=FIRST_EXCEPTION)
-                for future in ended:
-                    future.result()
-                if progress is not None:
-                    progress(load.done, load.total)
+            load.send(progress)
             if flush:
                 self._device.flush_uploads()
-        except BaseException:
-            load.stop.set()
-            while not all(future.done() for future in futures):
-                with suppress(KeyboardInterrupt):  # a second one: memory may not go while threads write it
-                    wait(futures)
-            raise
+        finally:
+            load.end(futures)
 
     def close(self) -> None:
         """End the threads; may be called twice."""
@@ -123,39 +136,100 @@ class _Load:
     """One call of `Loader.load`: what its threads share."""
 
     def __init__(self, device: Device, weights: ModelWeights, jobs: Sequence[Job]) -> None:
-        self.stop = threading.Event()
-        self.done = 0
-        self.total = sum(weights.tensors[place.name].nbytes for place, _ in jobs)
         self._device = device
         self._weights = weights
-        self._lock = threading.Lock()
-        self._at_once = READ  # bytes of one read, as far as is known by now
+        self._stop = threading.Event()
+        self._to_do: SimpleQueue[_Work | None] = SimpleQueue()
+        self._finished: SimpleQueue[_Work] = SimpleQueue()
+        self._stages: set[Stage] = set()  # that threads fill, or have filled
+        self._out = 0  # works that have been handed out, and not come back
+        self._total = sum(weights.tensors[place.name].nbytes for place, _ in jobs)
+        self._done = 0  # bytes
         ordered = self._ordered(jobs)
         straight = [job for job in ordered if self._is_straight(job[0])]
         vectors = [_Rows(*job, 0, 1) for job in ordered if job[0].rows == 1 and not self._is_straight(job[0])]
         matrices = [job for job in ordered if job[0].rows > 1 and not self._is_straight(job[0])]
-        tasks: list[_Span | list[_Rows]] = [vectors] if vectors else []
-        tasks += self._spans(straight)
-        tasks += [[rows] for job in matrices for rows in _cut(*job)]
-        self.n_tasks = len(tasks)
-        self._tasks = iter(tasks)
+        self._tasks: list[_Span | list[_Rows]] = [vectors] if vectors else []
+        self._tasks += self._spans(straight)
+        self._tasks += [[rows] for job in matrices for rows in _cut(*job)]
+        self.n_threads = min(n_readers(), len(self._tasks))
 
-    def work(self) -> None:
-        """Take one task after the other, until there is none or loading is given up."""
-        try:
-            while not self.stop.is_set():
-                with self._lock:
-                    task = next(self._tasks, None)
-                if task is None:
-                    return
-                if isinstance(task, _Span):
-                    self._copy(task)
-                    continue
-                for rows in task:
-                    self._convert(rows)
-        except BaseException:
-            self.stop.set()
-            raise
+    def send(self, progress: Progress | None) -> None:
+        """Hand out all the work, and send off what comes back. For the thread that loads."""
+        told = 0.0
+        for task in self._tasks:
+            work = _Work(task)
+            if isinstance(task, _Span) and not task.in_place:
+                # With fewer pieces out than there are threads, one of them has nothing to do: wait for the device.
+                while (stage := self._device.stage(task.size, wait=self._out < self.n_threads)) is None:
+                    self._finish_one(progress)
+                self._stages.add(stage)
+                work.stage = stage
+            while self._out >= 2 * self.n_threads:
+                self._finish_one(progress)
+            self._to_do.put(work)
+            self._out += 1
+            while not self._finished.empty():
+                self._finish_one(progress)
+            if progress is not None and time.perf_counter() - told > TOLD_S:
+                told = time.perf_counter()
+                progress(self._done, self._total)
+        while self._out:
+            self._finish_one(progress)
+        if progress is not None:
+            progress(self._done, self._total)
+
+    def _finish_one(self, progress: Progress | None) -> None:
+        """Send off what a thread has filled, as soon as one has."""
+        while True:
+            try:
+                work = self._finished.get(timeout=TOLD_S)
+                break
+            except Empty:
+                if progress is not None:
+                    progress(self._done, self._total)
+        self._out -= 1
+        if work.error is not None:
+            raise work.error
+        if work.stage is not None:
+            assert isinstance(work.task, _Span)
+            work.stage.send(work.task.parts)
+            self._stages.discard(work.stage)
+        self._done += work.done
+
+    def end(self, threads: Sequence[Future[None]]) -> None:
+        """Let the threads end, wait for them, and give back what was not sent off."""
+        self._stop.set()
+        for _ in threads:
+            self._to_do.put(None)
+        while not all(thread.done() for thread in threads):
+            with suppress(KeyboardInterrupt):  # a second one: memory may not go while threads write it
+                wait(threads)
+        for stage in self._stages:
+            stage.release()
+
+    def read(self) -> None:
+        """Do one work after the other, until there is none or loading is given up. For the other threads."""
+        while (work := self._to_do.get()) is not None:
+            try:
+                if not self._stop.is_set():
+                    work.done = self._do(work)
+            except BaseException as error:
+                work.error = error
+            self._finished.put(work)
+
+    def _do(self, work: _Work) -> int:
+        """Read a span to where the device has it from, or convert rows; bytes of the checkpoint."""
+        task = work.task
+        if not isinstance(task, _Span):
+            return sum(self._convert(rows) for rows in task)
+        if work.stage is not None:
+            self._weights.read_span(task.file, task.begin, work.stage.view)
+            return task.wanted
+        for at, target in task.parts:
+            with self._device.mapped(target) as view:
+                self._weights.read_span(task.file, task.begin + at, view)
+        return task.wanted
 
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
         """In the order of the files; where the same bytes go to several places, all that comes first is before them."""
@@ -179,14 +253,15 @@ class _Load:
 
     def _spans(self, jobs: Sequence[Job]) -> Iterator[_Span]:
         """What lies together in a file, in pieces."""
-        left = sum(self._weights.tensors[place.name].nbytes for place, _ in jobs)
+        total = sum(self._weights.tensors[place.name].nbytes for place, _ in jobs)
+        piece = max(SMALLEST, min(self._device.stage_bytes, total // (2 * n_readers()))) // PAGE * PAGE
         for run in self._runs(jobs):
             file, begin, _ = self._where(run[0])
             begin -= begin % PAGE
             stop = self._where(run[-1])[2]
             first = 0  # of the run's jobs, that which the next piece begins in
             while begin < stop:
-                size = min(max(READ, min(PIECE, left // n_readers())) // PAGE * PAGE or PAGE, stop - begin)
+                size = min(piece, stop - begin)
                 parts = []
                 for i in range(first, len(run)):
                     (place, buffer), (_, start, end) = run[i], self._where(run[i])
@@ -197,48 +272,24 @@ class _Load:
                     first = i if end > begin + size else i + 1
                 if parts:
                     yield _Span(file, begin, size, parts)
-                begin, left = begin + size, left - size
+                begin += size
 
     def _runs(self, jobs: Sequence[Job]) -> Iterator[list[Job]]:
-        """Jobs that follow each other in a file closely, and go to one kind of memory."""
+        """Jobs that follow each other in a file closely, and go to memory that is reached alike."""
         run: list[Job] = []
         for job in jobs:
             file, begin, _ = self._where(job)
             if run:
                 before, _, end = self._where(run[-1])
-                if (before, run[-1][1].kind) != (file, job[1].kind) or not 0 <= begin - end <= GAP:
+                if (before, run[-1][1].in_place) != (file, job[1].in_place) or not 0 <= begin - end <= GAP:
                     yield run
                     run = []
             run.append(job)
         if run:
             yield run
 
-    def _copy(self, span: _Span) -> None:
-        left = sum(target.size for _, target in span.parts)  # to be counted
-
-        def fill(at: int, view: memoryview) -> None:
-            nonlocal left
-            done = 0
-            while done < len(view):
-                if self.stop.is_set():
-                    raise InterruptedError("loading was given up")
-                began = time.perf_counter()
-                some = view[done : done + self._at_once]
-                self._weights.read_span(span.file, span.begin + at + done, some)
-                done += len(some)
-                speed = len(some) / max(1e-9, time.perf_counter() - began)
-                self._at_once = max(READ, min(PIECE, int(speed * READ_S)))
-                self._count(min(len(some), left))
-                left -= min(len(some), left)
-
-        if span.parts[0][1].buffer.kind == "device":
-            self._device.upload_span(span.size, span.parts, fill)
-            return
-        for at, target in span.parts:
-            with target.buffer.view(target.offset, target.size) as view:
-                fill(at, view)
-
-    def _convert(self, piece: _Rows) -> None:
+    def _convert(self, piece: _Rows) -> int:
+        """Read rows and put them in their place; bytes of the checkpoint."""
         place, name = piece.place, piece.place.name
         info, dtype = self._weights.tensors[name], _DTYPES[place.format]
         if len(info.shape) == 1:
@@ -255,24 +306,20 @@ class _Load:
             values = padded
         begin = place.offset + piece.first * place.stride
         self._put(piece.buffer[begin : begin + n_rows * place.stride], values)
-        self._count(stored_bytes)
+        return stored_bytes
 
     def _put(self, target: BufferSlice, values: NDArray[Any]) -> None:
         """Into device memory, or into the host's own that the device copies from."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        if target.buffer.kind == "device":
+        if not target.buffer.in_place:
             self._device.upload(target, data.data)
             return
-        with target.buffer.view(target.offset, target.size) as view:
+        with self._device.mapped(target) as view:
             np.frombuffer(view, np.uint8)[:] = data
-
-    def _count(self, n_bytes: int) -> None:
-        with self._lock:
-            self.done += n_bytes
 
 
 def _cut(place: Place, buffer: Buffer) -> Iterator[_Rows]:
     """A matrix to be converted, some rows at a time."""
-    step = max(1, READ // (4 * place.columns))
+    step = max(1, CONVERTED // (4 * place.columns))
     for first in range(0, place.rows, step):
         yield _Rows(place, buffer, first, min(first + step, place.rows))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from xinfer.errors import OutOfMemoryError
 from xinfer.gpu.api import Buffer, BufferKind, BufferSlice, Device, DeviceInfo
 from xinfer.gpu_model.layout import RESIDENT, SLOTS, Layout, Place, Split, WeightsLayout
-from xinfer.gpu_model.loading import PIECE, Job, Loader, Progress
+from xinfer.gpu_model.loading import Job, Loader, Progress
 from xinfer.model.memory import available_memory
 from xinfer.model.names import LayerWeights, layer_tensor_name
 from xinfer.model.weights import ModelWeights
@@ -195,8 +195,9 @@ class DeviceWeights:
                 size = self._layout.layers[i].size
                 copies[i] = self._device.create_buffer(size, "upload", f"layer {i}, host")
                 made.callback(copies[i].release)
-                for start in range(0, size, PIECE):
-                    part = self.buffers[i][start : min(start + PIECE, size)]
+                step = self._device.stage_bytes
+                for start in range(0, size, step):
+                    part = self.buffers[i][start : min(start + step, size)]
                     copies[i].write(self._device.download(part), start)
             self._held.push(made.pop_all())
         return copies
