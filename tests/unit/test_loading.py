@@ -86,7 +86,7 @@ def test_pieces_begin_at_pages(checkpoint: CheckpointFactory, monkeypatch: pytes
     with ModelWeights.open(checkpoint(SPEC)) as weights:
         jobs = jobs_of(weights, device)
         load = loading._Load(device, weights, jobs)
-        spans = [task for task in load._tasks if isinstance(task, loading._Span)]
+        spans = [task for task in load.tasks() if isinstance(task, loading._Span)]
         assert all(span.begin % loading.PAGE == 0 for span in spans)
         assert all(before.begin + before.size == after.begin for before, after in pairwise(spans))
         assert len({span.size for span in spans[:-1]}) == 1

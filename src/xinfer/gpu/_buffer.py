@@ -58,6 +58,8 @@ class NativeBuffer(ABC):
 
     def users(self) -> list[Any]:
         """The recorded segments that touch it, the backend's own."""
+        if not self._users:  # as with most buffers while they are loaded, thousands of times
+            return []
         with self._users_lock:
             return list(self._users)
 

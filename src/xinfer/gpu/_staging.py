@@ -127,7 +127,7 @@ class Stage(Generic[C]):
                 part = target if isinstance(target, BufferSlice) else target[:]
                 if at + part.size > self._size:
                     raise ValueError(f"a stage of {self._size} bytes has none from {at} to {at + part.size}")
-                copies.append((buffer[at : at + part.size], part))
+                copies.append((BufferSlice(buffer, at, part.size), part))
             self.copy(copies)
 
     def copy(self, copies: Sequence[tuple[BufferSlice, BufferSlice]]) -> None:
@@ -373,12 +373,14 @@ class Staging(ABC, Generic[C]):
                     self._made.append(chunk)
                     return chunk
                 self.kick()
-                alive = {thread.ident for thread in threading.enumerate()}
-                self._find_lost({chunk.holder for chunk in self._made} - alive)
                 if self._idle:
                     continue
                 if not wait or all(chunk.holder == me for chunk in self._made):
                     return None
+                alive = {thread.ident for thread in threading.enumerate()}
+                self._find_lost({chunk.holder for chunk in self._made} - alive)
+                if self._idle:
+                    continue
                 if not self._room.wait(TIMEOUT_S):
                     raise DeviceHungError(
                         f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",

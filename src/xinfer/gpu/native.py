@@ -17,15 +17,7 @@ VULKAN_LIBRARIES = {
     "darwin": ("libvulkan.1.dylib", "libvulkan.dylib", "libMoltenVK.dylib", "/usr/local/lib/libvulkan.1.dylib"),
 }
 DEFAULT_LIBRARIES = ("libvulkan.so.1", "libvulkan.so")
-# Calls that take microseconds and never wait for the device.
-QUICK = (
-    "vkCmd",
-    "vkBeginCommandBuffer",
-    "vkEndCommandBuffer",
-    "vkResetCommandBuffer",
-    "vkGetSemaphoreCounterValue",
-    "vkQueueSubmit",
-)
+RECORDING = ("vkCmd", "vkBeginCommandBuffer", "vkEndCommandBuffer", "vkResetCommandBuffer")  # never wait
 OUT_OF_MEMORY = (vk.VK_ERROR_OUT_OF_HOST_MEMORY, vk.VK_ERROR_OUT_OF_DEVICE_MEMORY)
 
 
@@ -76,9 +68,9 @@ def _prototype(command: str, *, keep_lock: bool = False) -> Any:
 class Commands:
     """Vulkan commands as attributes, resolved when first used: `commands.vkCreateBuffer(...)`.
 
-    Every call releases the interpreter lock while it runs. With `quick`, those that only record, submit or ask keep
-    it: where many threads load at a time, each has to wait for its turn after every call that lets the lock go. Not
-    where validation layers call back: they wait for the lock with locks of their own in hand.
+    Every call releases the interpreter lock while it runs. With `quick`, those that only record keep it: where many
+    threads load at a time, each has to wait for its turn after every call that lets the lock go. Not where validation
+    layers call back: they wait for the lock with locks of their own in hand.
     """
 
     def __init__(self, resolve: Callable[[bytes], int | None], *, quick: bool = False) -> None:
@@ -91,7 +83,7 @@ class Commands:
         address = self._address(command)
         if not address:
             raise DeviceError(f"the Vulkan driver lacks {command}; a newer driver may have it")
-        function = _prototype(command, keep_lock=self._quick and command.startswith(QUICK))(address)
+        function = _prototype(command, keep_lock=self._quick and command.startswith(RECORDING))(address)
         setattr(self, command, function)
         return function
 

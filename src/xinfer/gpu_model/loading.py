@@ -111,8 +111,9 @@ class Loader:
             WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
         """
         load = _Load(self._device, self._weights, jobs)
-        futures = [self._threads.submit(load.read) for _ in range(load.n_threads)]
+        futures: list[Future[None]] = []
         try:
+            futures.extend(self._threads.submit(load.read) for _ in range(load.n_threads))
             load.send(progress)
             if flush:
                 self._device.flush_uploads()
@@ -145,19 +146,13 @@ class _Load:
         self._out = 0  # works that have been handed out, and not come back
         self._total = sum(weights.tensors[place.name].nbytes for place, _ in jobs)
         self._done = 0  # bytes
-        ordered = self._ordered(jobs)
-        straight = [job for job in ordered if self._is_straight(job[0])]
-        vectors = [_Rows(*job, 0, 1) for job in ordered if job[0].rows == 1 and not self._is_straight(job[0])]
-        matrices = [job for job in ordered if job[0].rows > 1 and not self._is_straight(job[0])]
-        self._tasks: list[_Span | list[_Rows]] = [vectors] if vectors else []
-        self._tasks += self._spans(straight)
-        self._tasks += [[rows] for job in matrices for rows in _cut(*job)]
-        self.n_threads = min(n_readers(), len(self._tasks))
+        self._jobs = self._ordered(jobs)
+        self.n_threads = min(n_readers(), len(jobs))
 
     def send(self, progress: Progress | None) -> None:
         """Hand out all the work, and send off what comes back. For the thread that loads."""
         told = 0.0
-        for task in self._tasks:
+        for task in self.tasks():
             work = _Work(task)
             if isinstance(task, _Span) and not task.in_place:
                 # With fewer pieces out than there are threads, one of them has nothing to do: wait for the device.
@@ -200,10 +195,10 @@ class _Load:
     def end(self, threads: Sequence[Future[None]]) -> None:
         """Let the threads end, wait for them, and give back what was not sent off."""
         self._stop.set()
-        for _ in threads:
-            self._to_do.put(None)
         while not all(thread.done() for thread in threads):
             with suppress(KeyboardInterrupt):  # a second one: memory may not go while threads write it
+                for _ in threads:
+                    self._to_do.put(None)
                 wait(threads)
         for stage in self._stages:
             stage.release()
@@ -230,6 +225,16 @@ class _Load:
             with self._device.mapped(target) as view:
                 self._weights.read_span(task.file, task.begin + at, view)
         return task.wanted
+
+    def tasks(self) -> Iterator[_Span | list[_Rows]]:
+        """All the work, in parts that are made as they are handed out."""
+        straight = [job for job in self._jobs if self._is_straight(job[0])]
+        others = [job for job in self._jobs if not self._is_straight(job[0])]
+        vectors = [_Rows(*job, 0, 1) for job in others if job[0].rows == 1]
+        if vectors:
+            yield vectors
+        yield from self._spans(straight)
+        yield from ([rows] for job in others if job[0].rows > 1 for rows in _cut(*job))
 
     def _ordered(self, jobs: Sequence[Job]) -> list[Job]:
         """In the order of the files; where the same bytes go to several places, all that comes first is before them."""
@@ -268,7 +273,7 @@ class _Load:
                     if start >= begin + size:
                         break
                     at, to = max(start, begin), min(end, begin + size)
-                    parts.append((at - begin, buffer[place.offset + at - start : place.offset + to - start]))
+                    parts.append((at - begin, BufferSlice(buffer, place.offset + at - start, to - at)))
                     first = i if end > begin + size else i + 1
                 if parts:
                     yield _Span(file, begin, size, parts)
