@@ -80,7 +80,7 @@ class Probe:
     def __init__(self, device: VulkanDevice, weights: ModelWeights) -> None:
         self.device = device
         self.weights = weights
-        self.loaded = DeviceWeights(device, weights, WeightsLayout(weights), load=False)
+        self.loaded = DeviceWeights(device, weights, WeightsLayout(weights))
         self.jobs = self.loaded._jobs()
         self._random = np.random.default_rng(0)
 

@@ -198,7 +198,7 @@ def host_peers(folder: Path, device: Device, size: int) -> dict[str, float]:
 
 def load_weights(weights: ModelWeights, device: Device) -> list[float]:
     """Bytes a second of the weights alone, three times, memory on the device made before."""
-    loaded = DeviceWeights(device, weights, WeightsLayout(weights), load=False)
+    loaded = DeviceWeights(device, weights, WeightsLayout(weights))
     try:
         with Loader(device, weights) as loader:
             return [rate(weights.nbytes, lambda: loader.load(loaded._jobs())) for _ in range(3)]
@@ -225,6 +225,7 @@ def load_pinned(weights: ModelWeights, device: Device) -> float:
     split = Split(streamed=tuple(range(len(layout.layers))), n_slots=2)
     began = time.perf_counter()
     loaded = DeviceWeights(device, weights, layout, split=split)
+    loaded.load(weights)
     seconds = time.perf_counter() - began
     loaded.release()
     return weights.nbytes / seconds

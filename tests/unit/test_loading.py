@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from tests.conftest import CheckpointFactory
 
+from xinfer.errors import WeightsError
 from xinfer.gpu.api import Bindable, Buffer
 from xinfer.gpu.null import NullBuffer, NullDevice, NullStage
 from xinfer.gpu_model import loading
@@ -25,23 +30,35 @@ class Sent(NullStage):
 
     def __init__(self, device: Device, size: int) -> None:
         super().__init__(device, size)
-        self._sent = device.sent
+        self._notes = device
 
     def send(self, parts: Sequence[tuple[int, Bindable]]) -> None:
-        self._sent.append((len(self.view), [at for at, _ in parts]))
+        self._notes.sent.append((len(self.view), [at for at, _ in parts]))
+        self._notes.senders.add(threading.get_ident())
         super().send(parts)
+
+    def release(self) -> None:
+        super().release()
+        self._notes.out.discard(self)
 
 
 class Device(NullDevice):
-    """Notes what is uploaded in one go."""
+    """Notes what is uploaded in one go, and has so many stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 100) -> None:
         super().__init__()
+        self.most = most
         self.sent: list[tuple[int, list[int]]] = []  # sizes, and where parts begin
+        self.senders: set[int] = set()  # threads
+        self.out: set[Sent] = set()
 
-    def stage(self, size: int, *, wait: bool = True) -> Sent:
+    def stage(self, size: int, *, wait: bool = True) -> Sent | None:  # type: ignore[override]
         del wait
-        return Sent(self, size)
+        if len(self.out) == self.most:
+            return None
+        stage = Sent(self, size)
+        self.out.add(stage)
+        return stage
 
 
 def jobs_of(weights: ModelWeights, device: Device) -> list[Job]:
@@ -96,6 +113,84 @@ def test_pieces_begin_at_pages(checkpoint: CheckpointFactory, monkeypatch: pytes
         check(weights, jobs)
     assert done == sorted(done, reverse=True)
     assert done[-1] == 0
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several threads, and much for each to do."""
+    monkeypatch.setattr(loading, "n_readers", lambda: 4)
+    monkeypatch.setattr(loading, "SMALLEST", loading.PAGE)
+    monkeypatch.setattr(Device, "stage_bytes", loading.PAGE)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 100])
+def test_threads_read_and_one_sends(checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Whether stages are more than threads or fewer."""
+    device, readers, read_span = Device(most), set[int](), ModelWeights.read_span
+
+    def noted(*arguments: Any) -> None:
+        readers.add(threading.get_ident())
+        read_span(*arguments)
+
+    monkeypatch.setattr(ModelWeights, "read_span", noted)
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        jobs = jobs_of(weights, device)
+        loader.load(jobs)
+        check(weights, jobs)
+    assert device.senders == {threading.get_ident()}
+    assert not readers & device.senders
+    assert len(device.sent) > 20
+    assert not device.out
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("after", [0, 1, 7])
+def test_an_error_of_a_thread_ends_the_load(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """What was asked for is given back, and the loader can be used again."""
+    device, read_span, calls = Device(), ModelWeights.read_span, itertools.count()
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) == after:
+            raise WeightsError("the disk is gone")
+        read_span(*arguments)
+
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        jobs = jobs_of(weights, device)
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelWeights, "read_span", failing)
+            with pytest.raises(WeightsError, match="the disk is gone"):
+                loader.load(jobs)
+        assert not device.out
+        assert next(calls) < 30, "threads went on"
+        loader.load(jobs)
+        check(weights, jobs)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_an_interrupt_waits_for_what_is_being_read(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that threads write is not given back before they have ended."""
+    device, entered, left = Device(), threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> None:
+        entered.set()
+        time.sleep(0.2)
+        left.set()
+
+    def interrupt(done: int, total: int) -> None:
+        if entered.is_set():
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ModelWeights, "read_span", slow)
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        with pytest.raises(KeyboardInterrupt):
+            loader.load(jobs_of(weights, device), progress=interrupt)
+        assert left.is_set()
+        assert not device.out
 
 
 def test_bytes_that_go_to_several_places_come_once_for_each(checkpoint: CheckpointFactory) -> None:

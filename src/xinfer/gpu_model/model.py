@@ -126,8 +126,9 @@ class QwenModel:
         config, most = weights.config, options.context or weights.config.max_context
         device.limit_memory(options.vram_budget)
         plan = plan_for(weights, device, options, split=split)
-        loaded = DeviceWeights(device, weights, plan.layout, progress, split=plan.split)
+        loaded = DeviceWeights(device, weights, plan.layout, split=plan.split)
         try:
+            loaded.load(weights, progress)
             return cls(
                 *(device, config, loaded, plan),
                 context=most,

@@ -190,7 +190,7 @@ class _Probe:
         self._part = weights.first_layers(self.n)
         self._layout = WeightsLayout(self._part)
         self._loaded = DeviceWeights(
-            device, self._part, self._layout, split=replace(RESIDENT, table_on_host=split.table_on_host), load=False
+            device, self._part, self._layout, split=replace(RESIDENT, table_on_host=split.table_on_host)
         )
         held.callback(self._loaded.release)
 

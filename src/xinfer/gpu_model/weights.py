@@ -35,23 +35,15 @@ class DeviceLayer:
 class DeviceWeights:
     """The weights of a model, in device memory or on their way to it.
 
-    `layers` says where each layer lies when it runs; a streamed one has to be sent there before: `send`. Without `load`
-    nothing is read, and the memory holds whatever it held.
+    `layers` says where each layer lies when it runs; a streamed one has to be sent there before: `send`. Until `load`
+    the memory holds whatever it held.
 
     Raises:
-        WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
         OutOfMemoryError: the device has too little memory.
     """
 
     def __init__(
-        self,
-        device: Device,
-        weights: ModelWeights,
-        layout: WeightsLayout,
-        progress: Progress | None = None,
-        *,
-        split: Split = RESIDENT,
-        load: bool = True,
+        self, device: Device, weights: ModelWeights, layout: WeightsLayout, *, split: Split = RESIDENT
     ) -> None:
         self.split = split
         self.bytes_sent = 0  # of streamed layers, since the beginning
@@ -63,15 +55,21 @@ class DeviceWeights:
             if split.streamed and not split.pinned:
                 self._source = held.enter_context(weights.reopen())
                 self._again = held.enter_context(Loader(device, self._source))
-            if load:
-                with Loader(device, weights) as loader:
-                    loader.load(self._jobs(), progress=progress)
             self._held = held.pop_all()
         info, table, head = device.info, layout.table, layout.head
         self.embed = _matrix(info, self._table, table.places[:1])
         self.norm = _vector(self._table, table.places[1:])
         self.head = self.embed if head is None or self._head is None else _matrix(info, self._head, head.places)
         self.layers = self._views()
+
+    def load(self, weights: ModelWeights, progress: Progress | None = None) -> None:
+        """Read everything but the layers that are read again for each step.
+
+        Raises:
+            WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
+        """
+        with Loader(self._device, weights) as loader:
+            loader.load(self._jobs(), progress=progress)
 
     def _views(self) -> tuple[DeviceLayer, ...]:
         parts = zip(self.buffers, self._layout.layers, strict=True)
