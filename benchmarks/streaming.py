@@ -190,7 +190,7 @@ def run(
                 spans = timeline.record(model)
                 found["timeline"] = timeline.shares(spans)
                 if split.n_slots > 1 and arguments.picture is None:
-                    title = f"{size} in {found['peak'] / 1e9:.1f} GB on {device.info.name}"
+                    title = f"{size} in {(budget or found['peak']) / 1e9:.0f} GB on {device.info.name}"
                     arguments.picture = timeline.write(spans, arguments.timeline, title)
         after = foretell(weights, device, options, shared=arguments.share) if arguments.turns > 1 else before
         for name in before:
