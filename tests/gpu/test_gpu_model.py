@@ -286,6 +286,32 @@ def test_too_little_memory_is_said_before_anything_is_read(
     assert device.memory == real
 
 
+def test_memory_of_host_and_device_in_one_is_not_given_twice(
+    device: Device, checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that do not fit there are not kept there for the device either: they are read again, and are the same."""
+    spec = SyntheticSpec(num_hidden_layers=9, hidden_size=128, vocab_size=3000, tie_word_embeddings=False)
+    options = ModelOptions(context=64)
+    with ModelWeights.open(checkpoint(spec)) as weights:
+        with QwenModel.load(weights, device, options) as model:
+            resident, plan = list(model.greedy(3, model.make_cache(64), limit=20)), model.plan
+        free = plan.needed(64) - 3 * plan.layout.slot_bytes
+
+        def left(shared: int | None) -> None:
+            monkeypatch.setattr(device, "memory", lambda: MemoryStatus(budget=free, used=0, ours=0, shared=shared))
+
+        for shared, pinned in ((None, True), (2 * free, True), (free, False), (free - plan.layout.slot_bytes, False)):
+            left(shared)
+            chosen = memory.choose_plan(plan, device, options)
+            assert chosen.split.streamed
+            assert chosen.split.pinned is pinned
+            assert chosen.needed(64) <= free
+            assert shared is None or chosen.needed(64) + chosen.on_host <= shared
+        with QwenModel.load(weights, device, options) as model:
+            assert model.plan.split == chosen.split
+            assert list(model.greedy(3, model.make_cache(64), limit=20)) == resident
+
+
 def test_heads_too_large_for_the_kernels_are_refused_before_anything_is_read(
     device: Device, checkpoint: CheckpointFactory
 ) -> None:

@@ -96,6 +96,18 @@ def test_memory_is_counted(open_vulkan: OpenVulkan) -> None:
     assert device.memory().ours == start.ours
 
 
+@pytest.mark.parametrize(
+    ("system", "shared"), [(DISCRETE, None), (RESIZABLE, None), (INTEGRATED, 12 * GIB), (SOFTWARE, 2 * GIB)]
+)
+def test_whether_the_host_takes_of_the_devices_memory(system: tuple[Any, Any], shared: int | None) -> None:
+    """Then a limit on what the device takes does not leave the host less."""
+    made = allocator(system)
+    assert made.status().shared == shared
+    made.meter.set_limit(1000)
+    assert made.status().shared == shared
+    assert made.status().free == 1000
+
+
 def budgets(device: VulkanDevice, budget: int, used: int) -> Callable[[], list[tuple[int, int]]]:
     return lambda: [(budget, used)] * len(device.core.adapter.heaps)
 

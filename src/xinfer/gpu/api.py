@@ -92,6 +92,7 @@ class MemoryStatus:
     used: int
     ours: int
     peak: int = 0  # the most that our buffers of the kind "device" took at one time since the limit was set
+    shared: int | None = None  # that buffers of all kinds may still take, where "upload" ones are of the same heap
 
     @property
     def free(self) -> int:

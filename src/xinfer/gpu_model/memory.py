@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from xinfer import ops
 from xinfer.errors import DeviceError, OutOfMemoryError
-from xinfer.gpu.api import Device, DeviceInfo
+from xinfer.gpu.api import Device, DeviceInfo, MemoryStatus
 from xinfer.gpu_model.drawing import drawing_bytes
 from xinfer.gpu_model.forward import widths, workspace_bytes
 from xinfer.gpu_model.layout import RESIDENT, SLOTS, Split, WeightsLayout
@@ -147,8 +147,8 @@ def choose_plan(plan: MemoryPlan, device: Device, options: ModelOptions) -> Memo
         raise _too_little(plan, device, options)
     smallest = plan
     for rows, n_slots in ((plan.rows, SLOTS), (SMALL_ROWS, SLOTS), (SMALL_ROWS, 1), (SMALLEST_ROWS, 1)):
-        smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status.free, context)
-        if smallest.needed(context) <= status.free:
+        smallest = _streaming(replace(plan, rows=min(rows, plan.rows)), n_slots, status, context)
+        if smallest.needed(context) <= _room(smallest, status):
             return smallest
     raise _too_little(smallest, device, options)
 
@@ -158,17 +158,27 @@ def spread(n_layers: int, n_streamed: int) -> tuple[int, ...]:
     return tuple(i * n_layers // n_streamed for i in range(n_streamed))
 
 
-def _streaming(plan: MemoryPlan, n_slots: int, free: int, context: int | None) -> MemoryPlan:
-    """As many layers as fit stay beside the slots; none where not even the slots fit."""
+def _room(plan: MemoryPlan, status: MemoryStatus) -> int:
+    """Bytes for what lies on the device: fewer where what the host keeps for it comes from the same memory."""
+    return status.free if status.shared is None else min(status.free, status.shared - plan.on_host)
+
+
+def _streaming(plan: MemoryPlan, n_slots: int, status: MemoryStatus, context: int | None) -> MemoryPlan:
+    """As many layers as fit stay beside the slots; none where not even the slots fit.
+
+    The others are kept in the host's memory where that is enough, and else read again each time.
+    """
     n_layers, tied = plan.config.num_hidden_layers, plan.layout.head is None
     n_slots = min(n_slots, n_layers)
     on_host = not tied  # the head of a tied model reads the whole table
-    bare = replace(plan, split=Split(streamed=tuple(range(n_layers)), n_slots=n_slots, table_on_host=on_host))
-    room = max(0, free - bare.needed(context)) // plan.layout.slot_bytes
+    split = Split(streamed=tuple(range(n_layers)), n_slots=n_slots, table_on_host=on_host, pinned=False)
+    bare = replace(plan, split=split)
+    room = max(0, _room(bare, status) - bare.needed(context)) // plan.layout.slot_bytes
     streamed = spread(n_layers, max(n_slots, n_layers - room))
-    chosen = replace(bare, split=replace(bare.split, streamed=streamed))
-    pinned = chosen.on_host <= HOST_SHARE * available_memory()
-    return replace(chosen, split=replace(chosen.split, pinned=pinned))
+    read_again = replace(bare, split=replace(split, streamed=streamed))
+    kept = replace(bare, split=replace(split, streamed=streamed, pinned=True))
+    enough = kept.on_host <= HOST_SHARE * available_memory() and kept.needed(context) <= _room(kept, status)
+    return kept if enough else read_again
 
 
 def _too_little(plan: MemoryPlan, device: Device, options: ModelOptions) -> OutOfMemoryError:

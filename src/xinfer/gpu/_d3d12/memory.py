@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from ctypes import c_void_p
@@ -52,7 +53,10 @@ class Allocator:
 
     def status(self) -> MemoryStatus:
         """How full the device's own memory is."""
-        return self.meter.applied(self._driver_status())
+        status = self._driver_status()
+        if self.core.adapter.info.kind != "discrete":
+            status = dataclasses.replace(status, shared=status.free)
+        return self.meter.applied(status)
 
     def _driver_status(self) -> MemoryStatus:
         with self._lock:

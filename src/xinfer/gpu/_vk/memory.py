@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from ctypes import byref, c_void_p, pointer
 from typing import Any
@@ -38,6 +39,7 @@ USAGE = (
     | vk.VK_BUFFER_USAGE_TRANSFER_DST_BIT
     | vk.VK_BUFFER_USAGE_INDIRECT_BUFFER_BIT
 )
+ANY_TYPE = (1 << 32) - 1  # bits of memory types
 ROUND = 16  # native sizes, so that a shader may load the last bytes as a uint4
 
 
@@ -55,7 +57,10 @@ class Allocator:
         """How full the largest of the device's own heaps is."""
         heaps = self.core.adapter.heaps
         own = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
-        return self.meter.applied(self._heap(own))
+        status = self._heap(own)
+        if self.choose("upload", ANY_TYPE).heap == own:
+            status = dataclasses.replace(status, shared=status.free)
+        return self.meter.applied(status)
 
     def _heap(self, heap: int) -> MemoryStatus:
         heaps = self.core.adapter.heaps
