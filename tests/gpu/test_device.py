@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from tests.gpu import tiny_spirv
-from tests.gpu.conftest import BACKENDS, VALIDATION, no_messages
+from tests.gpu.conftest import BACKENDS, VALIDATION, missing, no_messages
 from tests.gpu.long_work import start_long_work
 
+from xinfer import gpu
 from xinfer.errors import DeviceError
 from xinfer.gpu import _staging as staging
 from xinfer.gpu._d3d12 import transfer as d3d12_transfer
@@ -378,6 +380,154 @@ def test_a_stage_is_not_lost_while_it_is_there(path_device: PathDevice) -> None:
     stage.release()
     assert path_device.download(buffer) == data
     buffer.release()
+
+
+def test_small_uploads_that_waited_for_room_all_arrive(path_device: PathDevice) -> None:
+    """Threads that wait for a chunk at the same time gather theirs in one."""
+    buffers = [path_device.create_buffer(64) for _ in range(3)]
+    stages = [staged(path_device, 64) for _ in range(path_device._transfers.most)]
+    with ThreadPoolExecutor(3) as threads:
+        uploads = [threads.submit(path_device.upload, buffer, b"n" * 64) for buffer in buffers]
+        done = wait(uploads, timeout=0.1).done
+        assert not done or buffers[0].in_place
+        for stage in stages:
+            stage.release()
+        for upload in uploads:
+            upload.result(timeout=30)
+    for buffer in buffers:
+        assert path_device.download(buffer) == b"n" * 64
+        buffer.release()
+
+
+def test_what_was_uploaded_before_is_there_before(path_device: PathDevice) -> None:
+    """A stage is sent behind small uploads, also those that came since it was asked for."""
+    buffer, stage = path_device.create_buffer(64), staged(path_device, 64)
+    stage.view[:] = b"n" * 64
+    path_device.upload(buffer, b"o" * 64)
+    stage.send([(0, buffer)])
+    assert path_device.download(buffer) == b"n" * 64
+    buffer.release()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["before it is submitted", "behind that"])
+def test_an_interrupted_submission_of_small_uploads(
+    path_device: PathDevice, monkeypatch: pytest.MonkeyPatch, behind: bool
+) -> None:
+    """They are uploaded all the same: those who asked for it were told that they had been."""
+    buffer, transfers = path_device.create_buffer(64), path_device._transfers
+    submit = transfers._submit
+
+    def interrupted(chunk: Any) -> None:
+        if behind:
+            submit(chunk)
+        raise KeyboardInterrupt
+
+    path_device.upload(buffer, b"a" * 64)
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "_submit", interrupted)
+        if not buffer.in_place:
+            with pytest.raises(KeyboardInterrupt):
+                path_device.flush_uploads()
+    path_device.upload(buffer[:4], b"bbbb")
+    assert path_device.download(buffer) == b"bbbb" + b"a" * 60
+    buffer.release()
+
+
+def test_an_interrupt_while_a_stage_is_given_back(path_device: PathDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody gives it back twice, so that two would have it."""
+    buffer, transfers = path_device.create_buffer(64), path_device._transfers
+    stage, give = staged(path_device, 64), transfers.give
+
+    def interrupted(chunk: Any) -> None:
+        patch.undo()
+        give(chunk)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfers, "give", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stage.release()
+    stage.release()
+    stages = [staged(path_device, 64) for _ in range(transfers.most)]
+    assert len({id(stage._chunk) for stage in stages}) == transfers.most  # type: ignore[attr-defined]
+    for stage in stages:
+        stage.release()
+    buffer.release()
+
+
+def test_interrupts_leave_nothing_locked(path_device: PathDevice) -> None:
+    transfers, free = path_device._transfers, list[bool]()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def look() -> None:
+        free.append(transfers._lock.acquire(timeout=1))
+        if free[-1]:
+            transfers._lock.release()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for i in range(200):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 3e-4 + i % 97 * 1e-5)
+                while True:
+                    staged(path_device, 64).release()
+            except KeyboardInterrupt:
+                thread = threading.Thread(target=look)
+                thread.start()
+                thread.join()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert all(free)
+    assert len(free) == 200
+    stages = [staged(path_device, 64) for _ in range(transfers.most)]
+    for stage in stages:
+        stage.release()
+
+
+def opened(selector: str) -> Any:
+    """A device that is not the other tests'."""
+    try:
+        return gpu.open_device(selector)
+    except DeviceError as error:
+        missing(str(error))
+
+
+@pytest.mark.parametrize("selector", BACKENDS)
+def test_a_stage_of_a_closed_device(selector: str) -> None:
+    device = opened(selector)
+    stage, other = staged(device, 64), staged(device, 64)
+    buffer = device.create_buffer(64)
+    _ = other.view
+    device.close()
+    for use in (lambda: stage.view, lambda: other.send([(0, buffer)]), lambda: device.stage(64)):
+        with pytest.raises(DeviceError, match=r"closed|released"):
+            use()
+
+
+@pytest.mark.parametrize("selector", BACKENDS)
+def test_closing_waits_for_what_other_threads_have_in_hand(selector: str) -> None:
+    device, held, let_go = opened(selector), threading.Event(), threading.Event()
+
+    def hold() -> bool:
+        stage = staged(device, 64)
+        view = stage.view
+        held.set()
+        let_go.wait(30)
+        view[:] = bytes(64)
+        stage.release()
+        return bool(device.core.closed)
+
+    with ThreadPoolExecutor(2) as threads:
+        holding = threads.submit(hold)
+        assert held.wait(30)
+        closing = threads.submit(device.close)
+        assert not wait([closing], timeout=0.1).done
+        let_go.set()
+        assert not holding.result(timeout=30)
+        closing.result(timeout=30)
 
 
 def test_uploads_come_in_the_order_of_the_calls(path_device: PathDevice) -> None:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from tests.conftest import CheckpointFactory
 import build_shaders
 from xinfer.choice import Choice
 from xinfer.errors import ContextLengthError, DeviceError, NumericalError, OutOfMemoryError, RequestError, WeightsError
+from xinfer.gpu import _staging as staging
 from xinfer.gpu.api import Bindable, Device, DeviceKind, MemoryStatus, Recording, Ticket
+from xinfer.gpu.vulkan import VulkanDevice, VulkanOptions
 from xinfer.gpu_model import ModelOptions, QwenModel, loading, memory
 from xinfer.gpu_model import model as model_module
 from xinfer.gpu_model.answer import STEPS_AHEAD
@@ -253,6 +256,65 @@ def test_a_load_that_is_broken_off_gives_everything_back(
     device.flush_uploads()
     device.collect()  # type: ignore[attr-defined]
     assert device.memory().ours <= before + (96 << 20)  # staging, which stays
+
+
+@pytest.fixture
+def staged_device(device: Device, open_vulkan: Callable[..., VulkanDevice]) -> Device:
+    """One whose memory the host does not write in place."""
+    return open_vulkan(VulkanOptions(direct=False)) if device.info.api == "vulkan" else device
+
+
+def many_threads(monkeypatch: pytest.MonkeyPatch, device: Device, stages: int) -> None:
+    """Much to do for more threads than there are stages; none may wait for another for long."""
+    monkeypatch.setattr(loading, "n_readers", lambda: 12)
+    monkeypatch.setattr(loading, "SMALLEST", loading.PAGE)
+    monkeypatch.setattr(staging, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(device._transfers, "most", stages)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("stages", [4, 16])
+def test_threads_that_convert_do_not_hold_up_an_error(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, staged_device: Device, stages: int
+) -> None:
+    """They wait for stages that the load has: it gives them back before it waits for threads."""
+    many_threads(monkeypatch, staged_device, stages)
+    read = ModelWeights.read
+
+    def slow(self: ModelWeights, name: str) -> Any:
+        time.sleep(0.05)
+        return read(self, name)
+
+    def bad(*_: Any) -> None:
+        time.sleep(0.2)
+        raise WeightsError("the disk is gone")
+
+    monkeypatch.setattr(ModelWeights, "read", slow)
+    monkeypatch.setattr(ModelWeights, "read_span", bad)
+    with ModelWeights.open(checkpoint("f16")) as weights:
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match="the disk is gone"):
+            QwenModel.load(weights, staged_device)
+        assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("stages", [4, 16])
+def test_two_loads_at_once(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch, staged_device: Device, stages: int
+) -> None:
+    """Neither waits for stages of the other while it has some itself; all bytes arrive, converted ones too."""
+    many_threads(monkeypatch, staged_device, stages)
+    folder = checkpoint(SyntheticSpec(num_hidden_layers=6, hidden_size=128, dtype="float32"))
+    ids = np.arange(9)
+    expected = expected_logits(folder, ids)
+
+    def load_and_run() -> float:
+        with on(staged_device, folder) as model:
+            return error_of(model.forward(ids, model.make_cache(64)), expected)
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(5):
+            for found in [threads.submit(load_and_run) for _ in range(2)]:
+                assert found.result(timeout=60) < LIMIT
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from tests.conftest import CheckpointFactory
@@ -17,7 +17,7 @@ from xinfer import gpu
 from xinfer.cli.options import byte_count
 from xinfer.errors import DeviceError, OutOfMemoryError
 from xinfer.gpu.api import Buffer, BufferKind, Device, DeviceKind
-from xinfer.gpu_model import Mode, ModelOptions, QwenModel, predict, prediction
+from xinfer.gpu_model import Mode, ModelOptions, QwenModel, memory, predict, prediction
 from xinfer.gpu_model.layout import RESIDENT, Split
 from xinfer.inspection import predict_model, render_prediction
 from xinfer.model.synthetic import SyntheticSpec
@@ -114,6 +114,26 @@ def test_speeds_are_positive_and_everything_is_given_back(device: Device, checkp
     for name in ("load_speed", "bus_speed", "memory_speed", "load_seconds", "token_seconds"):
         assert getattr(found, name) > 0, name
     assert found.token_seconds_at_context >= found.token_seconds
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_what_is_read_counts_and_not_what_becomes_of_it(
+    device: Device,
+    checkpoint: CheckpointFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: Literal["float32", "float16", "bfloat16"],
+) -> None:
+    """float32 is stored in twice the bytes that it takes of the device."""
+    speed = 1e4
+    monkeypatch.setattr(prediction._Probe, "read", lambda _: (0.0, speed, speed))
+    with ModelWeights.open(checkpoint(dataclasses.replace(SPEC, dtype=dtype))) as weights:
+        found = predict(weights, device, ModelOptions(context=64))
+        assert found.load_seconds == pytest.approx(weights.nbytes / speed, rel=0.05)
+        monkeypatch.setattr(memory, "available_memory", lambda: 0)
+        again = predict(weights, device, ModelOptions(context=64, mode="streaming"))
+        assert not again.plan.split.pinned
+        share = len(again.plan.split.streamed) / len(again.plan.layout.layers)
+        assert again.token_seconds == pytest.approx(share * weights.nbytes / speed, rel=0.1)
 
 
 def test_what_does_not_fit_is_told_before_anything_is_measured(device: Device, checkpoint: CheckpointFactory) -> None:

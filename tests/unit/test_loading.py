@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,7 @@ def test_pieces_begin_at_pages(checkpoint: CheckpointFactory, monkeypatch: pytes
     device, done = Device(), list[int]()
     with ModelWeights.open(checkpoint(SPEC)) as weights:
         jobs = jobs_of(weights, device)
-        load = loading._Load(device, weights, jobs)
+        load = loading._Load(device, weights, jobs, SimpleQueue())
         spans = [task for task in load.tasks() if isinstance(task, loading._Span)]
         assert all(span.begin % loading.PAGE == 0 for span in spans)
         assert all(before.begin + before.size == after.begin for before, after in pairwise(spans))

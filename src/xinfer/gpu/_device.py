@@ -145,6 +145,7 @@ class NativeDevice:
         if self.core.forked:
             self.core.abandon()
             return
+        self._transfers.drain(CLOSE_TIMEOUT_S)
         if not self._idle():
             self.core.abandon()
             self._abandoned()

@@ -7,6 +7,7 @@ submitted work that uses its target, and later work that uses the target waits f
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,14 +27,15 @@ CHUNKS = 16  # at most, each made when all the others are in use: for threads th
 FEW_CHUNKS = 8  # where staging takes of the device's own memory
 SMALL = 256 << 10  # smaller uploads share a chunk and one submission
 TIMEOUT_S = 60.0
-HELD = "all staging is in the hands of this thread; send a stage, or give one back"
+POLL_S = 5e-4  # between two looks for what other threads give back
 
 
 class StagingChunk(Protocol):
     """Mapped memory with commands to copy out of it or into it."""
 
     commands: Any  # what its queue takes
-    used: int  # bytes of it that are to be copied
+    used: int  # bytes of it that small uploads have
+    copies: list[tuple[BufferSlice, BufferSlice]]  # of those
     value: int  # with which its last submission ends
     holder: int  # the thread that has taken it; 0 while it is idle
     user: weakref.ref[Any] | None  # what will give it back, as long as that is there
@@ -66,6 +68,7 @@ class NativeChunk(ABC):
         self.kind: BufferKind = "readback" if readback else "upload"
         self.value = 0
         self.used = 0
+        self.copies: list[tuple[BufferSlice, BufferSlice]] = []
         self.holder = 0
         self.user: weakref.ref[Any] | None = None
         self.targets: list[BufferSlice] = []
@@ -116,6 +119,7 @@ class Stage(Generic[C]):
     def view(self) -> memoryview:
         """Its bytes. A chunk's memory is made by the thread that asks first."""
         if self._view is None:
+            self._staging.owner.core.ensure_usable()
             self._view = self._taken.buffer.view(0, self._size)
         return self._view
 
@@ -136,21 +140,19 @@ class Stage(Generic[C]):
             chunk = self._taken
             for _, target in copies:
                 _ensure_alive(target)
-            chunk.begin()
-            for source, target in copies:
-                chunk.copy(source, target)
-            chunk.end()
-            self._staging.submit(chunk)
+            self._staging.owner.core.ensure_usable()
+            self._staging.kick()
+            self._staging.send(chunk, copies)
 
     def release(self) -> None:
-        """Give it back; may be called twice."""
-        chunk = self._chunk
-        if self._view is not None:
-            self._view.release()
-            self._view = None
+        """Give it back; may be called twice. Between any two steps the chunk is ours, or lost and found, or given."""
+        view, self._view = self._view, None
+        if view is not None:
+            view.release()
+        chunk, self._chunk = self._chunk, None
         if chunk is not None:
+            chunk.user = None
             self._staging.give(chunk)
-            self._chunk = None
 
     def __enter__(self) -> Self:
         return self
@@ -169,8 +171,8 @@ class Staging(ABC, Generic[C]):
         discrete = owner.core.adapter.info.kind == "discrete"
         self.most = CHUNKS if discrete else FEW_CHUNKS
         self.chunk = CHUNK  # bytes of each
+        self._closing = False
         self._lock = threading.RLock()  # guards what follows
-        self._room = threading.Condition(self._lock)
         self._made: list[C] = []
         self._idle: deque[C] = deque()  # the longest idle first; the last submissions may still be in flight
         self._open: C | None = None  # gathers small uploads
@@ -250,15 +252,21 @@ class Staging(ABC, Generic[C]):
         """`size` bytes that are filled by whoever can, and then sent; see `api.Device.stage`."""
         if size > self.chunk:
             raise ValueError(f"a stage has {self.chunk} bytes at most, not {size}")
+        if self._closing:
+            raise DeviceError("the device is being closed; open it again")
         self.kick()
-        chunk = self._take(wait=wait)
+        chunk = self._take(wait=wait, patient=False)
         return None if chunk is None else Stage(self, chunk, size)
 
     def _own_stage(self, size: int) -> Stage[C]:
-        stage = self.stage(size)
-        if stage is None:
-            raise DeviceError(HELD)
-        return stage
+        self.kick()
+        return Stage(self, self._own_chunk(), size)
+
+    def _own_chunk(self) -> C:
+        chunk = self._take()
+        if chunk is None:
+            raise DeviceError("all staging is in the hands of this thread; send a stage, or give one back")
+        return chunk
 
     def transfer(self, source: BufferSlice, target: BufferSlice) -> None:
         """Copy `source`, mapped memory that stays as it is, into `target`."""
@@ -268,17 +276,35 @@ class Staging(ABC, Generic[C]):
         self._own_stage(0).copy([(source, target)])
 
     def kick(self) -> None:
-        """Submit the small uploads gathered so far."""
+        """Submit the small uploads gathered so far.
+
+        Where an interrupt comes between they are submitted by the next call, maybe once more: that does no harm.
+        """
         if self._open is None:
             return
         with self._lock:
-            chunk, self._open = self._open, None
-            if chunk:
-                try:
-                    chunk.end()
-                    self._submit(chunk)
-                finally:
-                    self.give(chunk)
+            chunk = self._open
+            if chunk is None:
+                return
+            try:
+                self._wait_for(self.queue, chunk.value, "the uploads before")
+                self.send(chunk, chunk.copies)
+            except Exception:
+                self._close(chunk)
+                raise
+            self._close(chunk)
+
+    def _close(self, chunk: C) -> None:
+        """It gathers no more small uploads."""
+        self._open = None
+        self.give(chunk)
+
+    def drain(self, timeout_s: float) -> None:
+        """Hand out nothing any more, and wait (bounded) until other threads have given back what they have."""
+        self._closing = True
+        end, ours = time.monotonic() + timeout_s, threading.get_ident()
+        while time.monotonic() < end and any(chunk.holder != ours and _in_hand(chunk) for chunk in [*self._made]):
+            time.sleep(POLL_S)
 
     def release(self) -> None:
         """Give the staging memory back."""
@@ -290,8 +316,12 @@ class Staging(ABC, Generic[C]):
             self._idle.clear()
             self._open = self._back = None
 
-    def submit(self, chunk: C) -> None:
-        """Send a chunk's commands off."""
+    def send(self, chunk: C, copies: Sequence[tuple[BufferSlice, BufferSlice]]) -> None:
+        """Let copies go with a chunk's commands. Threads record at the same time and take turns only to submit."""
+        chunk.begin()
+        for source, target in copies:
+            chunk.copy(source, target)
+        chunk.end()
         with self._lock:
             self._submit(chunk)
 
@@ -333,63 +363,66 @@ class Staging(ABC, Generic[C]):
         return data
 
     def _upload_small(self, target: BufferSlice, source: memoryview) -> None:
-        with self._lock:
-            if self._open and self._open.used + len(source) > self.chunk:
-                self.kick()
-            chunk = self._open or self._open_chunk()
-            with chunk.buffer.view(chunk.used, len(source)) as view:
-                view[:] = source
-            chunk.copy(chunk.buffer[chunk.used : chunk.used + len(source)], target)
-            chunk.used += -(-len(source) // 16) * 16
+        while True:
+            with self._lock:
+                if self._open and self._open.used + len(source) > self.chunk:
+                    self.kick()
+                chunk = self._open
+                if chunk:
+                    with chunk.buffer.view(chunk.used, len(source)) as view:
+                        view[:] = source
+                    chunk.copies.append((chunk.buffer[chunk.used : chunk.used + len(source)], target))
+                    chunk.used += -(-len(source) // 16) * 16
+                    return
+            fresh = self._own_chunk()
+            fresh.used = 0
+            fresh.copies.clear()
+            with self._lock:
+                if self._open is None:
+                    self._open = fresh
+                else:  # another thread was faster
+                    self.give(fresh)
 
     def _pieces(self, part: BufferSlice) -> Iterator[BufferSlice]:
         for start in range(0, part.size, self.chunk):
             yield part[start : min(start + self.chunk, part.size)]
 
-    def _open_chunk(self) -> C:
-        chunk = self._take()
-        if chunk is None:
-            raise DeviceError(HELD)
-        try:
-            chunk.begin()
-        except BaseException:
-            self.give(chunk)
-            raise
-        self._open = chunk
-        return chunk
-
-    def _take(self, *, wait: bool = True) -> C | None:
+    def _take(self, *, wait: bool = True, patient: bool = True) -> C | None:
         """A chunk that no work in flight uses: an idle one, else a new one, else the first to become idle.
 
-        None where there is none and `wait` is not set, or where the thread that asks has all of them itself.
+        None where all are busy and `wait` is not set, or where the thread that asks has all of them itself. One that is
+        not `patient` does not wait for other threads while it has any itself: they may be waiting for that.
         """
-        me = threading.get_ident()
-        with self._room:
-            self._find_lost({me})
-            while not (self._idle and (len(self._made) >= self.most or self._ended(self._idle[0]))):
-                if len(self._made) < self.most:
+        me, end = threading.get_ident(), time.monotonic() + TIMEOUT_S
+        while True:
+            with self._lock:
+                self._find_lost({me})
+                if not self._idle and len(self._made) >= self.most:
+                    self.kick()
+                if len(self._made) < self.most and not (self._idle and self._ended(self._idle[0])):
                     chunk = self._make(self.queue, f"staging {len(self._made)}")
                     chunk.holder = me
                     self._made.append(chunk)
                     return chunk
-                self.kick()
                 if self._idle:
-                    continue
-                if not wait or all(chunk.holder == me for chunk in self._made):
+                    if not wait and not self._ended(self._idle[0]):
+                        return None
+                    chunk = self._idle.popleft()
+                    chunk.holder = me
+                    break
+                mine = sum(chunk.holder == me for chunk in self._made)
+                if not wait or mine == len(self._made):
                     return None
-                alive = {thread.ident for thread in threading.enumerate()}
-                self._find_lost({chunk.holder for chunk in self._made} - alive)
-                if self._idle:
-                    continue
-                if not self._room.wait(TIMEOUT_S):
-                    raise DeviceHungError(
-                        f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
-                        self.owner.core.hung("an upload"),
-                    )
-            if not wait and not self._ended(self._idle[0]):
-                return None
-            chunk = self._idle.popleft()
-            chunk.holder = me
+                self._find_lost({chunk.holder for chunk in self._made} - {t.ident for t in threading.enumerate()})
+                if mine and not patient and not self._idle:
+                    return None
+            if time.monotonic() > end:
+                raise DeviceHungError(
+                    f"all staging chunks were in use for {TIMEOUT_S:.0f} s; is an upload stuck?",
+                    self.owner.core.hung("an upload"),
+                )
+            if not self._idle:
+                time.sleep(POLL_S)
         try:
             self._wait_for(self.queue, chunk.value, "the uploads before")
         except BaseException:
@@ -403,9 +436,7 @@ class Staging(ABC, Generic[C]):
         A thread that asks for a chunk has none but those that it will give back; one that has ended has none at all.
         """
         for chunk in self._made:
-            if chunk.holder not in holders or chunk is self._open or chunk in self._idle:
-                continue
-            if chunk.user is None or chunk.user() is None:
+            if chunk.holder in holders and not (_in_hand(chunk) or chunk is self._open or chunk in self._idle):
                 self._idle.append(chunk)
 
     def _ended(self, chunk: C) -> bool:
@@ -414,10 +445,9 @@ class Staging(ABC, Generic[C]):
 
     def give(self, chunk: C) -> None:
         """Nobody uses it any more, but for what was submitted."""
-        with self._room:
+        with self._lock:
             self._idle.append(chunk)
             chunk.holder = 0
-            self._room.notify()
 
     def _wait_for(self, queue: Any, value: int, what: str, timeout_s: float = TIMEOUT_S) -> None:
         if value > queue.completed() and not queue.wait(value, timeout_s):
@@ -431,6 +461,11 @@ def overlaps(target: BufferSlice, others: list[BufferSlice]) -> bool:
     """Whether a slice shares bytes with one of the others."""
     start, stop = target.offset, target.offset + target.size
     return any(t.buffer is target.buffer and t.offset < stop and start < t.offset + t.size for t in others)
+
+
+def _in_hand(chunk: StagingChunk) -> bool:
+    """Whether what will give it back is still there."""
+    return chunk.user is not None and chunk.user() is not None
 
 
 def _ensure_alive(part: BufferSlice) -> None:

@@ -293,8 +293,8 @@ class Device(Protocol):
     def stage(self, size: int, *, wait: bool = True) -> Stage | None:
         """`size` bytes that are filled by whoever can, and then sent.
 
-        None where all stages are in use and `wait` is not set, or where the thread that asks has them all itself, and
-        has to send one first.
+        None where all stages are in use and `wait` is not set. None, too, where the thread that asks has some itself
+        and others the rest: it has to send one first, since they may be waiting for that.
         """
 
     def mapped(self, target: Bindable) -> memoryview:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,8 @@ CONVERTED = 8 << 20  # bytes of one conversion, as float32
 PAGE = 4096  # reads begin at multiples of it, as the pages of the page cache do
 GAP = 1 << 20  # bytes between two tensors that are rather read for nothing than passed over
 TOLD_S = 0.1  # between two reports of the progress
+LISTEN_S = 5.0  # after which a thread that has nothing to do looks whether it is needed
+POLL_S = 1e-3  # between two looks whether threads have ended
 
 _DTYPES: dict[Format, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -81,14 +82,28 @@ class _Rows:
     last: int  # behind the last
 
 
-@dataclass(slots=True)
 class _Work:
-    """What a thread is to do, and then how it went."""
+    """What a thread is to do for a load, and then how it went."""
 
-    task: _Span | list[_Rows]
-    stage: Stage | None = None  # that a span is read into
-    done: int = 0  # bytes of the checkpoint
-    error: BaseException | None = None
+    def __init__(self, load: _Load, task: _Span | list[_Rows]) -> None:
+        self.load = load
+        self.task = task
+        self.stage: Stage | None = None  # that a span is read into
+        self.taken = False  # by a thread; set before that looks whether the load has been stopped
+        self.back = False
+        self.done = 0  # bytes of the checkpoint
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it, unless loading has been given up. For a thread of the loader."""
+        self.taken = True
+        try:
+            if not self.load.stopped:
+                self.done = self.load.do(self)
+        except BaseException as error:
+            self.error = error
+        self.back = True
+        self.load.finished.put(self)
 
 
 def n_readers() -> int:
@@ -102,7 +117,9 @@ class Loader:
     def __init__(self, device: Device, weights: ModelWeights) -> None:
         self._device = device
         self._weights = weights
-        self._threads = ThreadPoolExecutor(n_readers(), "xinfer-load")
+        self._to_do: SimpleQueue[_Work | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
 
     def load(self, jobs: Sequence[Job], *, progress: Progress | None = None, flush: bool = True) -> None:
         """Fill the places; with `flush`, wait until all has arrived. Ctrl-C ends the reading before it is passed on.
@@ -110,19 +127,41 @@ class Loader:
         Raises:
             WeightsError: the checkpoint cannot be read, or has values beyond the range of f16; the tensor is named.
         """
-        load = _Load(self._device, self._weights, jobs)
-        futures: list[Future[None]] = []
+        load = _Load(self._device, self._weights, jobs, self._to_do)
         try:
-            futures.extend(self._threads.submit(load.read) for _ in range(load.n_threads))
+            self._start(load.n_threads)
             load.send(progress)
             if flush:
                 self._device.flush_uploads()
         finally:
-            load.end(futures)
+            _whatever_comes(load.end)
+
+    def _start(self, n: int) -> None:
+        """Let there be so many threads. Each is known before it starts, and ends with this process."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        while len(self._threads) < n:
+            thread = threading.Thread(target=self._work, name="xinfer-load", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while not self._closed:
+            with suppress(Empty):
+                work = self._to_do.get(timeout=LISTEN_S)
+                if work is not None:
+                    work.run()
 
     def close(self) -> None:
         """End the threads; may be called twice."""
-        self._threads.shutdown()
+        self._closed = True
+        _whatever_comes(self._join)
+
+    def _join(self) -> None:
+        for _ in self._threads:
+            self._to_do.put(None)
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(TOLD_S)
 
     def __enter__(self) -> Self:
         return self
@@ -136,14 +175,15 @@ class Loader:
 class _Load:
     """One call of `Loader.load`: what its threads share."""
 
-    def __init__(self, device: Device, weights: ModelWeights, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self, device: Device, weights: ModelWeights, jobs: Sequence[Job], to_do: SimpleQueue[_Work | None]
+    ) -> None:
+        self.stopped = False
+        self.finished: SimpleQueue[_Work] = SimpleQueue()
         self._device = device
         self._weights = weights
-        self._stop = threading.Event()
-        self._to_do: SimpleQueue[_Work | None] = SimpleQueue()
-        self._finished: SimpleQueue[_Work] = SimpleQueue()
-        self._stages: set[Stage] = set()  # that threads fill, or have filled
-        self._out = 0  # works that have been handed out, and not come back
+        self._to_do = to_do
+        self._out: set[_Work] = set()  # what has been handed out, and not been sent off
         self._total = sum(weights.tensors[place.name].nbytes for place, _ in jobs)
         self._done = 0  # bytes
         self._jobs = self._ordered(jobs)
@@ -153,18 +193,17 @@ class _Load:
         """Hand out all the work, and send off what comes back. For the thread that loads."""
         told = 0.0
         for task in self.tasks():
-            work = _Work(task)
+            work = _Work(self, task)
+            while len(self._out) >= 2 * self.n_threads:
+                self._finish_one(progress)
             if isinstance(task, _Span) and not task.in_place:
                 # With fewer pieces out than there are threads, one of them has nothing to do: wait for the device.
-                while (stage := self._device.stage(task.size, wait=self._out < self.n_threads)) is None:
+                while (stage := self._device.stage(task.size, wait=len(self._out) < self.n_threads)) is None:
                     self._finish_one(progress)
-                self._stages.add(stage)
                 work.stage = stage
-            while self._out >= 2 * self.n_threads:
-                self._finish_one(progress)
+            self._out.add(work)
             self._to_do.put(work)
-            self._out += 1
-            while not self._finished.empty():
+            while not self.finished.empty():
                 self._finish_one(progress)
             if progress is not None and time.perf_counter() - told > TOLD_S:
                 told = time.perf_counter()
@@ -178,46 +217,39 @@ class _Load:
         """Send off what a thread has filled, as soon as one has."""
         while True:
             try:
-                work = self._finished.get(timeout=TOLD_S)
+                work = self.finished.get(timeout=TOLD_S)
                 break
             except Empty:
                 if progress is not None:
                     progress(self._done, self._total)
-        self._out -= 1
         if work.error is not None:
             raise work.error
         if work.stage is not None:
             assert isinstance(work.task, _Span)
             work.stage.send(work.task.parts)
-            self._stages.discard(work.stage)
+        self._out.discard(work)
         self._done += work.done
 
-    def end(self, threads: Sequence[Future[None]]) -> None:
-        """Let the threads end, wait for them, and give back what was not sent off."""
-        self._stop.set()
-        while not all(thread.done() for thread in threads):
-            with suppress(KeyboardInterrupt):  # a second one: memory may not go while threads write it
-                for _ in threads:
-                    self._to_do.put(None)
-                wait(threads)
-        for stage in self._stages:
-            stage.release()
+    def end(self) -> None:
+        """Let no thread begin anything more, wait for those at work, and give back what was not sent off.
 
-    def read(self) -> None:
-        """Do one work after the other, until there is none or loading is given up. For the other threads."""
-        while (work := self._to_do.get()) is not None:
-            try:
-                if not self._stop.is_set():
-                    work.done = self._do(work)
-            except BaseException as error:
-                work.error = error
-            self._finished.put(work)
+        At once where nobody uses it: threads that convert may be waiting for it.
+        """
+        self.stopped = True
+        while self._out:
+            for work in [*self._out]:
+                if work.back or not work.taken:  # one that takes it now sees that it is to do nothing
+                    if work.stage is not None:
+                        work.stage.release()
+                    self._out.discard(work)
+            if self._out:
+                time.sleep(POLL_S)
 
-    def _do(self, work: _Work) -> int:
+    def do(self, work: _Work) -> int:
         """Read a span to where the device has it from, or convert rows; bytes of the checkpoint."""
         task = work.task
         if not isinstance(task, _Span):
-            return sum(self._convert(rows) for rows in task)
+            return sum(self._convert(rows) for rows in task if not self.stopped)
         if work.stage is not None:
             self._weights.read_span(task.file, task.begin, work.stage.view)
             return task.wanted
@@ -328,3 +360,16 @@ def _cut(place: Place, buffer: Buffer) -> Iterator[_Rows]:
     step = max(1, CONVERTED // (4 * place.columns))
     for first in range(0, place.rows, step):
         yield _Rows(place, buffer, first, min(first + step, place.rows))
+
+
+def _whatever_comes(work: Callable[[], None]) -> None:
+    """Do it to its end, and pass on an interrupt that comes meanwhile: memory may not go while threads write it."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            work()
+            break
+        except (KeyboardInterrupt, SystemExit) as again:  # Ctrl-C, SIGTERM
+            interrupt = again
+    if interrupt is not None:
+        raise interrupt

@@ -51,7 +51,7 @@ class Prediction:
     plan: MemoryPlan
     tuned: bool  # whether its steps use other kernels than those that ops would choose
     context: int | None  # tokens that a cache was asked for; None: it grows with the need
-    load_speed: float  # from the checkpoint into the device's memory
+    load_speed: float  # of the checkpoint's bytes into the device's memory
     bus_speed: float  # from the host's memory into the device's
     memory_speed: float  # at which a step reads its layers
     load_seconds: float
@@ -118,6 +118,8 @@ def predict(
     of_keys = max(0.0, more[-1] - more[0]) / probe.n
     pinned = plan.on_host
     straight = plan.layout.nbytes(replace(plan.split, n_slots=0))
+    stored = weights.nbytes / plan.layout.nbytes(RESIDENT)  # bytes that are read for each of the device's
+    again_speed /= stored
     return Prediction(
         plan=plan,
         tuned=probe.tuned,
@@ -125,7 +127,7 @@ def predict(
         load_speed=load_speed,
         bus_speed=bus_speed,
         memory_speed=plan.layout.slot_bytes / a_layer,
-        load_seconds=start + setup + straight / load_speed + pinned / pinned_speed,
+        load_seconds=start + setup + stored * straight / load_speed + pinned / pinned_speed,
         token_seconds=rest + _layers(plan, device.info, a_layer, bus_speed, again_speed),
         token_seconds_at_context=rest + _layers(plan, device.info, a_layer + of_keys, bus_speed, again_speed),
     )

@@ -141,6 +141,9 @@ class DeviceWeights:
             self._pinned.update(self._copied_out(chosen))
         fitting = [buffer for buffer in own if buffer.size == layout.slot_bytes]
         new_slots = fitting[: max(0, SLOTS - len(self._slots))]
+        if not (self._slots or new_slots):
+            new_slots = [self._device.create_buffer(layout.slot_bytes, "device", "slot 0")]
+            self._held.callback(new_slots[0].release)
         self._slots += new_slots
         self._stream(tuple(sorted((*self.split.streamed, *chosen))))
         freed = [buffer for buffer in own if buffer not in new_slots]

@@ -23,7 +23,6 @@ class Chunk(NativeChunk):
 
         What other submissions wrote is seen: by the order of a queue's submissions, and by the fences between queues.
         """
-        self.used = 0
         self.targets.clear()
         self.commands[0].begin()
         self._states = States(self.commands[0].list)

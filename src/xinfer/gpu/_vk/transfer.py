@@ -25,7 +25,6 @@ class Chunk(NativeChunk):
     def begin(self) -> None:
         """Start to record, behind what was submitted. Reset first: an interrupt may have left it half recorded."""
         self.targets.clear()
-        self.used = 0
         core = self.owner.core
         core.check(core.vk.vkResetCommandBuffer(self.commands[0], 0), "vkResetCommandBuffer")
         core.begin(self.commands[0], vk.VK_COMMAND_BUFFER_USAGE_ONE_TIME_SUBMIT_BIT)
