@@ -28,6 +28,7 @@ _COLUMNS: dict[str, tuple[ProgressColumn, ...]] = {
     "measure": (MofNCompleteColumn(), TextColumn("measurements")),
     "bench": (MofNCompleteColumn(), TextColumn("measurements")),
     "tune": (MofNCompleteColumn(), TextColumn("ops")),
+    "synth": (MofNCompleteColumn(), TextColumn("tensors")),
     "verify": (MofNCompleteColumn(), TextColumn("passes")),
     "doctor": (MofNCompleteColumn(), TextColumn("kernels")),
 }

@@ -17,8 +17,15 @@ TITLES = {
     "bench": "measuring",
     "measure": "measuring",
     "tune": "trying kernels",
+    "synth": "making weights",
 }
-_UNITS = {"prefill": " tokens", "verify": " passes", "compile": " kernels", "bench": " measurements"}
+_UNITS = {
+    "prefill": " tokens",
+    "verify": " passes",
+    "compile": " kernels",
+    "bench": " measurements",
+    "synth": " tensors",
+}
 
 
 class Lines:

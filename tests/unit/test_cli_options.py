@@ -29,7 +29,6 @@ from xinfer.gpu_model import ModelOptions, OptionValues
         ("500 mb", 500_000_000),
         ("2TiB", 2 << 40),
         ("123456789", 123456789),
-        ("0", 0),
         (" 1 KiB ", 1024),
         ("12B", 12),
     ],
@@ -41,6 +40,12 @@ def test_sizes(text: str | None, expected: int | None) -> None:
 @pytest.mark.parametrize("text", ["8", "7.5", " 24 ", "999999"])
 def test_a_number_without_its_unit_is_not_taken_for_bytes(text: str) -> None:
     with pytest.raises(typer.BadParameter, match=f"are bytes; expected a unit, as in {text.strip()}GB"):
+        byte_count(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0GB", "0.2B"])
+def test_nothing_is_no_budget(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=f"'{text}'; expected more than 0, such as 8GB"):
         byte_count(text)
 
 
@@ -92,7 +97,7 @@ def test_model_options_reach_the_model(monkeypatch: pytest.MonkeyPatch, command:
     [
         ("--kv-cache", "f64", "'f64'; expected one of f16, f32"),
         ("--mode", "fast", "'fast'; expected one of auto, resident, streaming"),
-        ("--vram-budget", "0", "0; expected a whole number of bytes, 1 or more"),
+        ("--vram-budget", "0", "expected more than 0, such as 8GB"),
     ],
 )
 def test_a_value_that_is_not_known_is_wrong_usage(

@@ -260,3 +260,14 @@ class TestTransformers:
         assert theirs.apply_chat_template(own, tokenize=False) == (
             f"{TURN_START}system\nS{TURN_END}\n{TURN_START}user\nhello{TURN_END}\n"
         )
+
+
+def test_progress_ends_when_everything_is_written(tmp_path: Path) -> None:
+    folder, told = tmp_path / "model", list[tuple[int, int, bool]]()
+    write_checkpoint(
+        folder, SyntheticSpec(), seed=0, progress=lambda done, total: told.append((done, total, folder.exists()))
+    )
+    totals = {total for _, total, _ in told}
+    assert len(totals) == 1
+    assert [done for done, _, _ in told] == list(range(totals.pop() + 1))
+    assert [there for _, _, there in told] == [False] * (len(told) - 1) + [True]

@@ -166,7 +166,9 @@ def byte_count(size: str | None) -> int | None:
     number, prefix, binary = found.groups()
     unit: int = (1024 if binary else 1000) ** " KMGT".index(prefix or " ")
     n_bytes = round(min(float(number) * unit, LARGEST_SIZE))  # enough digits are infinity
-    if found[0].strip()[-1].isdigit() and 0 < n_bytes < LEAST_SIZE:
+    if n_bytes < 1:
+        raise typer.BadParameter(f"{size!r}; expected more than 0, such as 8GB", param_hint="--vram-budget")
+    if found[0].strip()[-1].isdigit() and n_bytes < LEAST_SIZE:
         raise typer.BadParameter(f"{size!r} are bytes; expected a unit, as in {number}GB", param_hint="--vram-budget")
     return n_bytes
 

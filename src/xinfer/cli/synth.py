@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from xinfer.cli import options
+from xinfer.cli.loading import progress_bars
 from xinfer.cli.output import print_json, say
 from xinfer.errors import RequestError
 
@@ -74,7 +76,9 @@ def synth(
         raise RequestError(f"--dtype {dtype!r}; expected float32, float16 or bfloat16")
     chosen = {name: value for name, value in ctx.params.items() if name in SyntheticSpec.__dataclass_fields__}
     spec = dataclasses.replace(PRESETS[preset], **{name: value for name, value in chosen.items() if value is not None})
-    write_checkpoint(out, spec, seed=seed)
+    with progress_bars() as progress:
+        told = None if progress is None else functools.partial(progress, "synth")
+        write_checkpoint(out, spec, seed=seed, progress=told)
     if as_json:
         print_json({"folder": str(out), "preset": preset, "seed": seed, "spec": dataclasses.asdict(spec)})
         return

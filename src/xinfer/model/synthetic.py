@@ -9,7 +9,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -154,8 +154,12 @@ def special_token_ids(spec: SyntheticSpec) -> dict[str, int]:
     return {text: first + offset for offset, text in enumerate(specials)}
 
 
-def write_checkpoint(folder: Path, spec: SyntheticSpec, *, seed: int) -> Path:
+def write_checkpoint(
+    folder: Path, spec: SyntheticSpec, *, seed: int, progress: Callable[[int, int], None] | None = None
+) -> Path:
     """Write a checkpoint with random weights into `folder`, which is made or is empty; the same seed, the same bytes.
+
+    `progress` is called with tensors that are made, of all; with all of them when they are written.
 
     Raises:
         RequestError: the folder holds something already or cannot be written, the vocabulary is too small for the
@@ -175,9 +179,11 @@ def write_checkpoint(folder: Path, spec: SyntheticSpec, *, seed: int) -> Path:
         str(folder).encode()  # a library below takes names as UTF-8 only
         if folder.exists() and any(folder.iterdir()):
             raise RequestError(f"{folder} is not empty; give a new folder, so that nothing is overwritten")
-        _write_whole(folder, spec, random_weights(spec, config, seed=seed))
+        _write_whole(folder, spec, random_weights(spec, config, seed=seed, progress=progress))
     except (OSError, UnicodeEncodeError, SafetensorError) as problem:
         raise RequestError(f"{folder!s:.200} cannot be written: {problem}") from problem
+    if progress is not None:
+        progress(tensor_count, tensor_count)
     return folder
 
 
@@ -196,11 +202,16 @@ def _write_whole(folder: Path, spec: SyntheticSpec, weights: Mapping[str, NDArra
         partial.rename(folder)
 
 
-def random_weights(spec: SyntheticSpec, config: Qwen2Config, *, seed: int) -> dict[str, NDArray[Any]]:
+def random_weights(
+    spec: SyntheticSpec, config: Qwen2Config, *, seed: int, progress: Callable[[int, int], None] | None = None
+) -> dict[str, NDArray[Any]]:
     """Weights under which activations stay near 1 and the logits have a spread of about 2."""
     bits = np.random.PCG64(seed)
     weights: dict[str, NDArray[Any]] = {}
-    for name, shape in names.expected_shapes(config).items():
+    shapes = names.expected_shapes(config)
+    for name, shape in shapes.items():
+        if progress is not None:
+            progress(len(weights), len(shapes))
         role = names.parse(name)
         assert role is not None
         values = _bell(bits, shape)
