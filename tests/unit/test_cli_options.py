@@ -14,7 +14,7 @@ import typer
 from xinfer import llm
 from xinfer.cli.app import main
 from xinfer.cli.options import LARGEST_SIZE, byte_count
-from xinfer.cli.status import USAGE
+from xinfer.cli.status import INTERRUPTED, TERMINATED, USAGE
 from xinfer.errors import RequestError
 from xinfer.gpu_model import ModelOptions, OptionValues
 
@@ -93,11 +93,33 @@ def test_model_options_reach_the_model(monkeypatch: pytest.MonkeyPatch, command:
 
 
 @pytest.mark.parametrize(
+    ("interrupt", "status", "kind"),
+    [(KeyboardInterrupt(), INTERRUPTED, "Interrupted"), (SystemExit(TERMINATED), TERMINATED, "Terminated")],
+)
+def test_an_interrupt_before_there_is_an_answer_is_json_too(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    interrupt: BaseException,
+    status: int,
+    kind: str,
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise interrupt
+
+    monkeypatch.setattr("xinfer.llm.LLM", interrupted)
+    monkeypatch.setattr(sys, "argv", ["xinfer", "generate", "x", "--json", "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == status
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
         ("--kv-cache", "f64", "'f64'; expected one of f16, f32"),
         ("--mode", "fast", "'fast'; expected one of auto, resident, streaming"),
-        ("--vram-budget", "0", "expected more than 0, such as 8GB"),
+        ("--vram-budget", "0", "'0'; expected more than 0, such as 8GB"),
     ],
 )
 def test_a_value_that_is_not_known_is_wrong_usage(

@@ -23,7 +23,7 @@ from xinfer.cli.explain import explain
 from xinfer.cli.generate import generate
 from xinfer.cli.inspect import inspect
 from xinfer.cli.logits import logits
-from xinfer.cli.output import fail, print_error, say
+from xinfer.cli.output import ANSWERED, fail, print_error, say
 from xinfer.cli.quarantine import quarantine
 from xinfer.cli.status import ERROR, INTERNAL, INTERRUPTED, MEANINGS, OK, TERMINATED
 from xinfer.cli.synth import synth
@@ -98,9 +98,14 @@ class _Group(TyperGroup):
             raise
         except XinferError as error:
             _fail(ctx, type(error).__name__, str(error))
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as ended:
             say("\ninterrupted")
+            _tell_end(ctx, ended, "Interrupted", "interrupted")
             raise typer.Exit(INTERRUPTED) from None
+        except SystemExit as ended:
+            if ended.code == TERMINATED:
+                _tell_end(ctx, ended, "Terminated", "ended by SIGTERM")
+            raise
         except BrokenPipeError:
             # Whoever read our output has left, as `head` does. Python would complain again when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -109,6 +114,12 @@ class _Group(TyperGroup):
             _fail(ctx, "MemoryError", "out of memory; try a smaller --context, or close other programs")
         except OSError as error:
             _fail(ctx, "OSError", str(error))
+
+
+def _tell_end(ctx: Any, ended: BaseException, kind: str, message: str) -> None:
+    """In JSON where that was asked for, unless what there is of an answer was printed, which says so itself."""
+    if ctx.meta.get(_WANTS_JSON) and not hasattr(ended, ANSWERED):
+        print_error(kind, message)
 
 
 @contextmanager

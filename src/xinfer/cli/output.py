@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from xinfer.llm import Chunk, Completion, Stream
     from xinfer.sampling import Sampled
 
+ANSWERED = "xinfer_answered"  # an attribute of the interrupt behind which what there was of an answer has been printed
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -48,8 +49,9 @@ def print_answer(stream: Stream, *, form: Form, quiet: bool) -> None:
         for chunk in stream:
             if form is Form.CHUNKS:
                 print_json(_chunk_json(chunk), compact=True)
-    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, SIGTERM
+    except (KeyboardInterrupt, SystemExit) as ended:  # Ctrl-C, SIGTERM
         print_json(_completion_json(stream.completion), compact=compact)
+        setattr(ended, ANSWERED, True)
         raise
     print_json(_completion_json(stream.completion), compact=compact)
 
