@@ -255,7 +255,7 @@ def measure(folder: Path, device: Device, *, cold: bool, peers: bool) -> dict[st
     found: dict[str, float] = {}
     with ModelWeights.open(folder) as weights:
         size = weights.nbytes
-        bus = streaming.bus_speed(device, min(512 << 20, device.memory().free // 8), 16)
+        bus = streaming.steady_bus_speed(device)
         found["one large transfer to the device"] = bus
         say(f"{device.info.name}: the bus moves {bus / 1e9:.1f} GB/s; {size / 1e9:.2f} GB to load")
         read_like_dd(folder)  # into the page cache

@@ -288,7 +288,7 @@ class Staging(ABC, Generic[C]):
                 return
             try:
                 self._wait_for(self.queue, chunk.value, "the uploads before")
-                self.send(chunk, chunk.copies)
+                self.send(chunk, [(source, target) for source, target in chunk.copies if not _is_gone(target)])
             except Exception:
                 self._close(chunk)
                 raise
@@ -466,6 +466,12 @@ def overlaps(target: BufferSlice, others: list[BufferSlice]) -> bool:
 def _in_hand(chunk: StagingChunk) -> bool:
     """Whether what will give it back is still there."""
     return chunk.user is not None and chunk.user() is not None
+
+
+def _is_gone(part: BufferSlice) -> bool:
+    buffer: Any = part.buffer
+    gone: bool = buffer.released
+    return gone
 
 
 def _ensure_alive(part: BufferSlice) -> None:
