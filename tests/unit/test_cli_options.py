@@ -14,7 +14,7 @@ import typer
 from xinfer import llm
 from xinfer.cli.app import main
 from xinfer.cli.options import LARGEST_SIZE, byte_count
-from xinfer.cli.status import INTERRUPTED, TERMINATED, USAGE
+from xinfer.cli.status import INTERRUPTED, OK, TERMINATED, USAGE
 from xinfer.errors import RequestError
 from xinfer.gpu_model import ModelOptions, OptionValues
 
@@ -142,3 +142,17 @@ def test_model_options_reach_what_makes_logits(monkeypatch: pytest.MonkeyPatch, 
 def test_single_values_are_those_of_the_options() -> None:
     fields = {field.name: field.type for field in dataclasses.fields(ModelOptions)}
     assert {name: value.__forward_arg__ for name, value in OptionValues.__annotations__.items()} == fields
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [((), False), (("--vram-budget", "1GB"), True), (("--mode", "streaming"), True), (("--mode", "auto"), False)],
+)
+def test_what_the_cpu_does_not_know_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], told: bool
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["xinfer", "generate", "x", "--device", "cpu", "--max-tokens", "1", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == OK
+    assert ("are for GPUs" in capsys.readouterr().err) is told

@@ -28,8 +28,11 @@ def load(model: str, device: str, options: ModelOptions, *, canary: bool = False
     """A model, with progress bars while it loads and reads long prompts."""
     with progress_bars(quiet=quiet) as progress, _opened(model, device, options, canary, progress) as llm:
         warn_of_device(device, llm.device, is_software=llm.is_software, fallback=None if quiet else llm.fallback)
-        if not quiet and (chosen := llm.chosen()):
-            say(chosen)
+        if not quiet:
+            if (chosen := llm.chosen()) is not None:
+                say(chosen)
+            elif options.vram_budget is not None or options.mode != "auto":
+                say("--vram-budget and --mode are for GPUs; the CPU takes what the model needs")
         yield llm
 
 
