@@ -215,6 +215,7 @@ class _Load:
 
     def _finish_one(self, progress: Progress | None) -> None:
         """Send off what a thread has filled, as soon as one has."""
+        assert self._out, "nothing that could be finished"
         while True:
             try:
                 work = self.finished.get(timeout=TOLD_S)
