@@ -194,6 +194,30 @@ def test_an_interrupt_waits_for_what_is_being_read(
         assert not device.out
 
 
+def test_an_interrupt_while_threads_start_is_an_interrupt(
+    checkpoint: CheckpointFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's threads may make another error of it, as within the wait for a thread that has been started."""
+
+    def interrupted(thread: threading.Thread) -> None:
+        lock = threading.Lock()
+        with lock:
+            try:
+                raise KeyboardInterrupt
+            finally:
+                lock.release()
+
+    device = Device()
+    with ModelWeights.open(checkpoint(SPEC)) as weights, Loader(device, weights) as loader:
+        jobs = jobs_of(weights, device)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                loader.load(jobs)
+        loader.load(jobs)
+        check(weights, jobs)
+
+
 def test_bytes_that_go_to_several_places_come_once_for_each(checkpoint: CheckpointFactory) -> None:
     """A round of all that is there, in the file's order, and then another: not each tensor by itself."""
     device = Device()

@@ -42,6 +42,7 @@ GAP = 1 << 20  # bytes between two tensors that are rather read for nothing than
 TOLD_S = 0.1  # between two reports of the progress
 LISTEN_S = 5.0  # after which a thread that has nothing to do looks whether it is needed
 POLL_S = 1e-3  # between two looks whether threads have ended
+INTERRUPTS = (KeyboardInterrupt, SystemExit)  # Ctrl-C, SIGTERM
 
 _DTYPES: dict[Format, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
@@ -142,7 +143,12 @@ class Loader:
         while len(self._threads) < n:
             thread = threading.Thread(target=self._work, name="xinfer-load", daemon=True)
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # what Python's own threads make of an interrupt at some places
+                if isinstance(error.__context__, INTERRUPTS):
+                    raise error.__context__ from None
+                raise
 
     def _work(self) -> None:
         while not self._closed:
@@ -370,7 +376,7 @@ def _whatever_comes(work: Callable[[], None]) -> None:
         try:
             work()
             break
-        except (KeyboardInterrupt, SystemExit) as again:  # Ctrl-C, SIGTERM
+        except INTERRUPTS as again:
             interrupt = again
     if interrupt is not None:
         raise interrupt
