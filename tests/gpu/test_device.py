@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -468,6 +469,9 @@ def test_an_interrupt_while_a_stage_is_given_back(path_device: PathDevice, monke
     buffer.release()
 
 
+@pytest.mark.skipif(
+    sys.version_info >= (3, 14), reason="an interrupt may come between taking a lock and the block that gives it back"
+)
 def test_interrupts_leave_nothing_locked(path_device: PathDevice) -> None:
     transfers, free = path_device._transfers, list[bool]()
 
