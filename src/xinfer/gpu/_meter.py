@@ -28,9 +28,9 @@ class Meter:
         with self._lock:
             self.limit, self.peak = n_bytes, self.used
 
-    def applied(self, status: MemoryStatus) -> MemoryStatus:
-        """The driver's answer, within the limit."""
+    def applied(self, status: MemoryStatus, *, shared: bool = False) -> MemoryStatus:
+        """The driver's answer, within the limit; `shared`: buffers of all kinds take of that memory."""
         budget = status.budget
         if self.limit is not None:
             budget = min(budget, status.used + max(0, self.limit - self.used))
-        return dataclasses.replace(status, budget=budget, peak=self.peak)
+        return dataclasses.replace(status, budget=budget, peak=self.peak, shared=status.free if shared else None)

@@ -254,12 +254,10 @@ class Staging(ABC, Generic[C]):
             raise ValueError(f"a stage has {self.chunk} bytes at most, not {size}")
         if self._closing:
             raise DeviceError("the device is being closed; open it again")
-        self.kick()
         chunk = self._take(wait=wait, patient=False)
         return None if chunk is None else Stage(self, chunk, size)
 
     def _own_stage(self, size: int) -> Stage[C]:
-        self.kick()
         return Stage(self, self._own_chunk(), size)
 
     def _own_chunk(self) -> C:

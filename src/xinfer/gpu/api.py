@@ -284,7 +284,7 @@ class Device(Protocol):
         """Whether `ticket` has ended."""
 
     def upload(self, target: Bindable, data: Bytes) -> None:
-        """Write `data` (as long as `target`) into device memory; `data` may be reused on return."""
+        """Write `data` (as long as `target`), in place where the host reaches it; `data` may be reused on return."""
 
     @property
     def stage_bytes(self) -> int:

@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from xinfer.gpu.api import Buffer, BufferSlice, Device, Stage
 from xinfer.gpu_model.layout import STORED, Place
@@ -349,17 +348,9 @@ class _Load:
             padded[:, : place.columns] = values
             values = padded
         begin = place.offset + piece.first * place.stride
-        self._put(piece.buffer[begin : begin + n_rows * place.stride], values)
-        return stored_bytes
-
-    def _put(self, target: BufferSlice, values: NDArray[Any]) -> None:
-        """Into device memory, or into the host's own that the device copies from."""
         data = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-        if not target.buffer.in_place:
-            self._device.upload(target, data.data)
-            return
-        with self._device.mapped(target) as view:
-            np.frombuffer(view, np.uint8)[:] = data
+        self._device.upload(piece.buffer[begin : begin + n_rows * place.stride], data.data)
+        return stored_bytes
 
 
 def _cut(place: Place, buffer: Buffer) -> Iterator[_Rows]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable
 from ctypes import c_void_p
@@ -53,10 +52,7 @@ class Allocator:
 
     def status(self) -> MemoryStatus:
         """How full the device's own memory is."""
-        status = self._driver_status()
-        if self.core.adapter.info.kind != "discrete":
-            status = dataclasses.replace(status, shared=status.free)
-        return self.meter.applied(status)
+        return self.meter.applied(self._driver_status(), shared=self.core.adapter.info.kind != "discrete")
 
     def _driver_status(self) -> MemoryStatus:
         with self._lock:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from ctypes import byref, c_void_p, pointer
 from typing import Any
@@ -57,10 +56,7 @@ class Allocator:
         """How full the largest of the device's own heaps is."""
         heaps = self.core.adapter.heaps
         own = max(range(len(heaps)), key=lambda i: (heaps[i].device_local, heaps[i].size))
-        status = self._heap(own)
-        if self.choose("upload", ANY_TYPE).heap == own:
-            status = dataclasses.replace(status, shared=status.free)
-        return self.meter.applied(status)
+        return self.meter.applied(self._heap(own), shared=self.choose("upload", ANY_TYPE).heap == own)
 
     def _heap(self, heap: int) -> MemoryStatus:
         heaps = self.core.adapter.heaps
